@@ -1,0 +1,120 @@
+"""Combine: the weighted sum of each token's rows, in fp32 and in the order of k, straight into the output."""
+
+from typing import NamedTuple
+
+import cutlass
+from cutlass import BFloat16, Float16, Float32, Float64, Int32, Int64, cute, memory
+
+from moe_ep_jit import layout
+from moe_ep_jit.kernels.common import ptx
+from moe_ep_jit.kernels.common.dispatch import RouteArgs, live_tokens
+
+
+class CombineArgs(NamedTuple):
+    """Weights, rows and output of a call; addresses are Int64."""
+
+    topk_weights: Int64
+    topk_weights_stride: Int64
+    topk_weights_type: Int32
+    y: Int64
+    out: Int64
+    out_stride: Int64
+
+
+class Combine:
+    """One CTA for 1024 elements of a token at a time, 8 a thread: the rows of all k in flight together.
+
+    A skipped slot's row was never written and is never read; a token without rows becomes zeros.
+    """
+
+    threads = 128
+    rows_in_flight = 8
+
+    def __init__(self, *, hidden: int, top_k: int):
+        self.hidden, self.top_k = hidden, top_k
+        self.parts = layout.ceil_div(hidden, 8 * self.threads)
+
+    @cute.jit
+    def __call__(self, route: RouteArgs, args: CombineArgs, num_sms: Int32, stream):
+        grid = cutlass.max(cutlass.min(Int64(route.tokens) * self.parts, Int64(num_sms) * 16), Int64(1))
+        self.kernel(route, args).launch(
+            grid=(Int32(grid), 1, 1), block=(self.threads, 1, 1), stream=stream, use_pdl=True
+        )
+
+    @cute.kernel
+    def kernel(self, route: RouteArgs, args: CombineArgs):
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        grid, _, _ = cute.arch.grid_dim()
+        smem = memory.SmemAllocator()
+        weights = smem.allocate_tensor(Float32, cute.make_layout(self.top_k), 16)
+        ranks = smem.allocate_tensor(Int32, cute.make_layout(self.top_k), 16)
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+        num_items = Int64(live_tokens(route)) * self.parts
+        item = Int64(block)
+        while item < num_items:
+            token = Int32(item // self.parts)
+            column = (Int32(item % self.parts) * self.threads + thread) * 8
+            if thread < self.top_k:
+                slot = Int64(token) * self.top_k + thread
+                ranks[thread] = ptx.load(Int32, route.slot_rank + slot * 4)
+                weights[thread] = self.weight(args, token, thread)
+            cute.arch.sync_threads()
+            if column < self.hidden:
+                self.sum(args, token, column, weights, ranks)
+            cute.arch.sync_threads()  # before the next item's weights
+            item += grid
+        self.leave(route, thread, grid)
+
+    @cute.jit
+    def weight(self, args, token, k):
+        at = args.topk_weights
+        index = Int64(token) * args.topk_weights_stride + k
+        weight = Float32(0.0)
+        if args.topk_weights_type == layout.TOPK_WEIGHT_TYPES["float32"]:
+            weight = ptx.load(Float32, at + index * 4)
+        elif args.topk_weights_type == layout.TOPK_WEIGHT_TYPES["bfloat16"]:
+            weight = Float32(ptx.load(BFloat16, at + index * 2))
+        elif args.topk_weights_type == layout.TOPK_WEIGHT_TYPES["float16"]:
+            weight = Float32(ptx.load(Float16, at + index * 2))
+        else:
+            weight = Float32(ptx.load(Float64, at + index * 8))
+        return weight
+
+    @cute.jit
+    def sum(self, args, token, column, weights, ranks):
+        total = cute.make_rmem_tensor(8, Float32)
+        total.fill(0.0)
+        words = cute.make_rmem_tensor((4, self.rows_in_flight), Int32)
+        for first in cutlass.range_constexpr(0, self.top_k, self.rows_in_flight):
+            ks = list(range(first, min(first + self.rows_in_flight, self.top_k)))
+            for k in cutlass.range_constexpr(ks[0], ks[-1] + 1):
+                if ranks[k] >= 0:
+                    row = Int64(token) * self.top_k + k
+                    cute.autovec_copy(
+                        ptx.vector(Int32, args.y + (row * self.hidden + column) * 2, 4),
+                        words[None, k - first],
+                    )
+            for k in cutlass.range_constexpr(ks[0], ks[-1] + 1):
+                if ranks[k] >= 0:
+                    weight = weights[k]
+                    for i in cutlass.range_constexpr(4):
+                        word = words[i, k - first]
+                        total[2 * i] = total[2 * i] + weight * ptx.low_bf16(word)
+                        total[2 * i + 1] = total[2 * i + 1] + weight * ptx.high_bf16(word)
+        packed = cute.make_rmem_tensor(4, Int32)
+        for i in cutlass.range_constexpr(4):
+            packed[i] = ptx.pack_bf16x2(total[2 * i], total[2 * i + 1])
+        address = args.out + (Int64(token) * args.out_stride + column) * 2
+        cute.autovec_copy(packed, ptx.vector(Int32, address, 4))
+
+    @cute.jit
+    def leave(self, route, thread, grid):
+        """The CTA that finishes last marks the workspace free for the next call."""
+        cute.arch.sync_threads()
+        if thread == 0 and route.stages == layout.STAGE_ALL:
+            ticket = route.control + layout.CONTROL_COMBINE_TICKET * 4
+            if cute.arch.atomic_add(ptx.ptr(Int32, ticket), Int32(1)) == grid - 1:
+                ptx.store(Int32, ticket, Int32(0))
+                ptx.store(Int32, route.control + layout.CONTROL_IN_FLIGHT * 4, Int32(0))

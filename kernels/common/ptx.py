@@ -1,0 +1,240 @@
+"""PTX that the DSL has no words for, as small functions over DSL numbers.
+
+Pure functions (no side effect) may be moved, merged or dropped by the compiler; the others may not.
+"""
+
+from cutlass import BFloat16, Float32, Int32, Int64, cute
+from cutlass._mlir.dialects import llvm
+from cutlass.cutlass_dsl import T, dsl_user_op
+
+GMEM = cute.AddressSpace.gmem
+SMEM = cute.AddressSpace.smem
+
+#: L2 cache policies of createpolicy.fractional with fraction 1: what NVIDIA's own libraries pass as constants.
+EVICT_FIRST = 0x12F0000000000000
+EVICT_LAST = 0x14F0000000000000
+
+
+@dsl_user_op
+def _asm(result, args, code, constraints, side_effects, *, loc=None, ip=None):
+    values = [a.ir_value(loc=loc, ip=ip) for a in args]
+    return llvm.inline_asm(
+        result, values, code, constraints, has_side_effects=side_effects, loc=loc, ip=ip
+    )
+
+
+def _i32(code, *args):
+    args = [Int32(a) for a in args]
+    return Int32(_asm(T.i32(), args, code, "=r" + ",r" * len(args), False))
+
+
+def signed32(value: int) -> int:
+    """A 32-bit pattern as the signed number that an Int32 literal wants."""
+    return value - (1 << 32) if value >= 1 << 31 else value
+
+
+# Memory by address: rows and experts need 64-bit products, so addresses are Int64 and offsets are added to them.
+
+
+def ptr(dtype, address, align=None, space=GMEM):
+    """The pointer at an Int64 address."""
+    return cute.make_ptr(dtype, address, space, assumed_align=align or dtype.width // 8)
+
+
+def vector(dtype, address, count, space=GMEM):
+    """``count`` elements at an address that is aligned to all of them, to be copied in one piece."""
+    return cute.make_tensor(
+        ptr(dtype, address, count * dtype.width // 8, space), cute.make_layout(count)
+    )
+
+
+def load(dtype, address):
+    """One element at an address."""
+    return cute.make_tensor(ptr(dtype, address), cute.make_layout(1))[0]
+
+
+def store(dtype, address, value):
+    """Write one element to an address."""
+    cute.make_tensor(ptr(dtype, address), cute.make_layout(1))[0] = value
+
+
+@dsl_user_op
+def load_acquire(address, *, loc=None, ip=None):
+    """Int32 at an address, ordered before every later access of this thread, at GPU scope."""
+    return Int32(
+        _asm(T.i32(), [Int64(address)], "ld.acquire.gpu.global.s32 $0, [$1];", "=r,l,~{memory}", True)
+    )
+
+
+@dsl_user_op
+def store_system(address, value, *, loc=None, ip=None):
+    """Write an Int32 where the host can see it."""
+    _asm(
+        None,
+        [Int64(address), Int32(value)],
+        "st.relaxed.sys.global.s32 [$0], $1;",
+        "l,r,~{memory}",
+        True,
+    )
+
+
+@dsl_user_op
+def bulk_load(dst, src, size, mbar, policy, *, loc=None, ip=None):
+    """Copy ``size`` contiguous bytes from global to shared memory; the mbarrier counts them.
+
+    dst, mbar  shared addresses (Int32); src global address, all multiples of 16; policy an L2 cache policy
+    """
+    _asm(
+        None,
+        [Int32(dst), Int64(src), Int32(size), Int32(mbar), Int64(policy)],
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+        " [$0], [$1], $2, [$3], $4;",
+        "r,l,r,r,l,~{memory}",
+        True,
+    )
+
+
+@dsl_user_op
+def stmatrix_x4_trans(address, r0, r1, r2, r3, *, loc=None, ip=None):
+    """Store four 8x8 matrices of 16-bit elements, transposed; lane i gives the address of row i % 8 of matrix i / 8."""
+    _asm(
+        None,
+        [Int32(address), Int32(r0), Int32(r1), Int32(r2), Int32(r3)],
+        "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [$0], {$1, $2, $3, $4};",
+        "r,r,r,r,r,~{memory}",
+        True,
+    )
+
+
+@dsl_user_op
+def stmatrix_x2_trans(address, r0, r1, *, loc=None, ip=None):
+    """Two matrices of `stmatrix_x4_trans`; lanes 0..15 give the addresses."""
+    _asm(
+        None,
+        [Int32(address), Int32(r0), Int32(r1)],
+        "stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [$0], {$1, $2};",
+        "r,r,r,~{memory}",
+        True,
+    )
+
+
+@dsl_user_op
+def match_any(value, *, loc=None, ip=None):
+    """The mask of the warp's lanes that hold the same value."""
+    return Int32(
+        _asm(T.i32(), [Int32(value)], "match.any.sync.b32 $0, $1, 0xffffffff;", "=r,r", True)
+    )
+
+
+@dsl_user_op
+def lanemask_lt(*, loc=None, ip=None):
+    """The mask of the lanes below this one."""
+    return Int32(_asm(T.i32(), [], "mov.u32 $0, %lanemask_lt;", "=r", False))
+
+
+# Bits and small floats.
+
+
+def bits(x):
+    """The bit pattern of a Float32."""
+    return Int32(_asm(T.i32(), [Float32(x)], "mov.b32 $0, $1;", "=r,f", False))
+
+
+def from_bits(x):
+    """The Float32 of a bit pattern."""
+    return Float32(_asm(T.f32(), [Int32(x)], "mov.b32 $0, $1;", "=f,r", False))
+
+
+def and_const(a, mask):
+    return _i32(f"and.b32 $0, $1, {signed32(mask)};", a)
+
+
+def shift_left(a, count):
+    """Left shift as a multiplication: the multiplier's pipe is idle where the ALU is the limit."""
+    return _i32(f"mul.lo.s32 $0, $1, {1 << count};", a)
+
+
+def mul_const(a, factor):
+    return _i32(f"mul.lo.s32 $0, $1, {factor};", a)
+
+
+def shift_right(a, count):
+    return _i32(f"shr.u32 $0, $1, {count};", a)
+
+
+def and_or(a, b, c):
+    """``(a & b) | c``"""
+    return _i32("lop3.b32 $0, $1, $2, $3, 0xEA;", a, b, c)
+
+
+def swap_bytes_in_halves(a):
+    return _i32("prmt.b32 $0, $1, $1, 0x2301;", a)
+
+
+def mul_bf16x2_by_low(a, pair):
+    """Both halves of ``a`` times the low bf16 of ``pair``."""
+    return _i32(
+        "{.reg .b16 l,h; .reg .b32 s; mov.b32 {l,h}, $2; mov.b32 s, {l,l}; mul.rn.bf16x2 $0, $1, s;}",
+        a,
+        pair,
+    )
+
+
+def mul_bf16x2_by_high(a, pair):
+    """Both halves of ``a`` times the high bf16 of ``pair``."""
+    return _i32(
+        "{.reg .b16 l,h; .reg .b32 s; mov.b32 {l,h}, $2; mov.b32 s, {h,h}; mul.rn.bf16x2 $0, $1, s;}",
+        a,
+        pair,
+    )
+
+
+def pack_e4m3x2(low, high):
+    """Two Float32 to E4M3, to nearest even, beyond 448 to 448, NaN to 0x7F; low in bits 0..7, high in 8..15."""
+    code = "{.reg .b16 p; cvt.rn.satfinite.e4m3x2.f32 p, $2, $1; mov.b32 $0, {p, 0};}"
+    return Int32(_asm(T.i32(), [Float32(low), Float32(high)], code, "=r,f,f", False))
+
+
+def pack_bf16x2(low, high):
+    """Two Float32 to bf16, to nearest even; low in bits 0..15."""
+    code = "cvt.rn.bf16x2.f32 $0, $2, $1;"
+    return Int32(_asm(T.i32(), [Float32(low), Float32(high)], code, "=r,f,f", False))
+
+
+def low_bf16(pair):
+    """The low bf16 of a pair as Float32."""
+    return from_bits(_i32("shl.b32 $0, $1, 16;", pair))
+
+
+def high_bf16(pair):
+    """The high bf16 of a pair as Float32."""
+    return from_bits(and_const(pair, 0xFFFF0000))
+
+
+def e4m3(byte):
+    """The E4M3 in the low 8 bits as Float32, exactly."""
+    code = "{.reg .b16 p,q,h,l; .reg .b32 d; mov.b32 {p,q}, $1; cvt.rn.f16x2.e4m3x2 d, p; mov.b32 {l,h}, d; cvt.f32.f16 $0, l;}"
+    return Float32(_asm(T.f32(), [Int32(byte)], code, "=f,r", False))
+
+
+def round_to_e4m3(x):
+    """The nearest E4M3 of a Float32, as Float32."""
+    return e4m3(pack_e4m3x2(x, Float32(0.0)))
+
+
+def div(a, b):
+    """IEEE division, to nearest even, denormals kept."""
+    return Float32(_asm(T.f32(), [Float32(a), Float32(b)], "div.rn.f32 $0, $1, $2;", "=f,f,f", False))
+
+
+def mul(a, b):
+    """IEEE product, denormals kept, never fused with an addition."""
+    return Float32(_asm(T.f32(), [Float32(a), Float32(b)], "mul.rn.f32 $0, $1, $2;", "=f,f,f", False))
+
+
+def add(a, b):
+    """IEEE sum, never fused with a product."""
+    return Float32(_asm(T.f32(), [Float32(a), Float32(b)], "add.rn.f32 $0, $1, $2;", "=f,f,f", False))
+
+
+__all__ = [name for name in dir() if not name.startswith("_")]

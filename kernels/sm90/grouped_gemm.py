@@ -1,0 +1,439 @@
+"""Grouped GEMM over experts on Hopper: weights are M, the rows of one expert are N."""
+
+from typing import NamedTuple
+
+import cutlass
+from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64, const_expr, cute, memory
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+
+from moe_ep_jit.kernels.common import ptx
+from moe_ep_jit.kernels.sm90 import epilogue
+from moe_ep_jit.kernels.sm90.config import Config
+from moe_ep_jit.kernels.sm90.upconvert import DECODERS
+from moe_ep_jit.layout import ceil_div, round_up
+
+SMEM_BYTES = 232_448  # of one CTA; more fails only at launch
+MAX_STAGES = 8
+EVICT_NORMAL = 0x1000000000000000
+
+
+class GemmArgs(NamedTuple):
+    """Run-time facts of one GEMM launch; addresses are Int64, 0 where absent."""
+
+    w: Int64
+    w_sf: Int64
+    bias: Int64
+    row_sf: Int64  # fp32 a row of the token operand
+    expert_sf: Int64  # fp32 an expert: static scale of the intermediate
+    tiles: Int64
+    expert_info: Int64
+    row_slot: Int64
+    out: Int64
+    out_sf: Int64
+    out_sf_stride: Int32
+    control: Int64
+    limit: Float32
+    alpha: Float32
+    beta: Float32
+
+
+class Tile(NamedTuple):
+    """One tile of the schedule."""
+
+    expert: Int32
+    m_tile: Int32
+    first_row: Int32
+    rows: Int32  # live rows of the tile, at most tile_n
+
+
+class GroupedGemm:
+    """One persistent CTA an SM; tile = tile_m weight rows x tile_n rows of one expert x all of K.
+
+    Roles: warpgroup 0, warp 0: load; warpgroups 1..W: mma and epilogue, 64 weight rows each.
+
+    full   load -> mma   1 arrive + the bytes of weights (bulk copies of packed blobs), tokens and scales (TMA)
+    empty  mma -> load   one arrive a math warp, once its wgmmas on the stage have retired
+
+    load: wait empty, expect bytes, copy; one stage ahead of another, across tiles.
+    mma:  e4m3: four wgmmas of k32 into a temporary, drain, add to the accumulators (the FP8 accumulator keeps
+          about 13 bits, so every 128 of K moves to fp32); the warpgroups fall out of step by themselves and fill each
+          other's gaps. bf16: decode 64 of K into one of two A buffers while the wgmmas on the other run.
+    epilogue: in the math warpgroups, while load fills the next tile's stages.
+
+    The n-tiles of one expert are neighbours in the schedule: their CTAs read the same weights from L2 together.
+    """
+
+    def __init__(
+        self, *, kind: str, act: str, gate_up: bool, k: int, m: int, num_experts: int, config: Config
+    ):
+        self.kind, self.act, self.gate_up, self.k, self.m = kind, act, gate_up, k, m
+        self.num_experts, self.tile_n, self.num_wgs = num_experts, config.tile_n, config.num_math_warpgroups
+        self.decoder = DECODERS.get(kind)
+        self.fp8 = self.decoder is None
+        self.group128 = kind == "mxfp8_group128"
+        self.blob_bytes = 8192 if self.fp8 else self.decoder.blob_bytes
+        self.k_blocks = ceil_div(k, 128)
+        self.strips = round_up(m, 128) // 64
+        self.m_tiles = ceil_div(self.strips, self.num_wgs)
+        # Scales of the token operand: in the loop (32-blocks of the intermediate) or one a row.
+        self.loop_sf = self.fp8 and not gate_up and not config.fold_intermediate
+        self.has_row_sf = (self.fp8 and not self.loop_sf) or (gate_up and act == "nvfp4")
+        self.has_expert_sf = not gate_up and act == "nvfp4"
+        # Two k-blocks a stage halve the barrier work where decoding leaves little time for it.
+        self.blocks_per_stage = 2 if not self.fp8 and self.k_blocks % 2 == 0 and self.tile_n <= 64 else 1
+        self.chunk_n = min(self.tile_n, 32)  # rows that the epilogue stages at once
+        self.threads = 128 * (self.num_wgs + 1)
+        self.plan_memory()
+
+    def plan_memory(self):
+        """Stages: as many as fit beside the epilogue's buffers."""
+        self.token_type = Float8E4M3FN if self.fp8 else BFloat16
+        self.token_k = 128 if self.fp8 else 64  # one 128-byte swizzle row
+        self.weight_bytes = self.num_wgs * self.blob_bytes * self.blocks_per_stage
+        self.token_tiles = self.blocks_per_stage * 128 // self.token_k
+        self.token_bytes = self.token_tiles * self.tile_n * 128
+        self.sf_bytes = 4 * self.tile_n * 4 if self.loop_sf else 0
+        self.stage_bytes = self.weight_bytes + self.token_bytes + self.sf_bytes
+        staging = self.num_wgs * self.chunk_n * (128 + 16)
+        self.num_stages = min(MAX_STAGES, (SMEM_BYTES - staging - 4096) // self.stage_bytes)
+        assert self.num_stages >= 2, f"{self.stage_bytes} bytes a stage leave no room for two"
+
+    @cute.jit
+    def __call__(self, x: Int64, x_sf: Int64, rows: Int32, args: GemmArgs, num_sms: Int32, stream):
+        mX = cute.make_tensor(
+            ptx.ptr(self.token_type, x, 128),
+            cute.make_layout((rows, self.k), stride=(self.k, 1)),
+        )
+        atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, self.token_type)
+        sX_layout = cute.tile_to_shape(
+            atom, (self.tile_n, self.token_k, self.num_stages * self.token_tiles), order=(0, 1, 2)
+        )
+        tma_x, mX = cpasync.make_tiled_tma_atom(
+            cpasync.CopyBulkTensorTileG2SOp(),
+            mX,
+            cute.slice_(sX_layout, (None, None, 0)),
+            (self.tile_n, self.token_k),
+        )
+        tma_sf, mSF = None, None
+        if const_expr(self.loop_sf):
+            pitch = cute.assume(args.out_sf_stride, divby=4)
+            mSF = cute.make_tensor(
+                ptx.ptr(Float32, x_sf, 128), cute.make_layout((pitch, self.k // 32), stride=(1, pitch))
+            )
+            tma_sf, mSF = cpasync.make_tiled_tma_atom(
+                cpasync.CopyBulkTensorTileG2SOp(),
+                mSF,
+                cute.make_layout((self.tile_n, 4), stride=(1, self.tile_n)),
+                (self.tile_n, 4),
+            )
+        major = OperandMajorMode.K
+        if const_expr(self.fp8):
+            op = warpgroup.MmaF8Op(
+                Float8E4M3FN, Float8E4M3FN, Float32, (64, self.tile_n, 32),
+                warpgroup.OperandSource.SMEM, major, major,
+            )  # fmt: skip
+        else:
+            op = warpgroup.MmaF16BF16Op(
+                BFloat16, Float32, (64, self.tile_n, 16), warpgroup.OperandSource.RMEM, major, major
+            )
+        self.kernel(tma_x, mX, tma_sf, mSF, sX_layout, cute.make_tiled_mma(op), args).launch(
+            grid=(num_sms, 1, 1),
+            block=(self.threads, 1, 1),
+            min_blocks_per_mp=1,
+            stream=stream,
+            use_pdl=True,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        tma_x: cute.CopyAtom,
+        mX: cute.Tensor,
+        tma_sf: cute.CopyAtom,
+        mSF: cute.Tensor,
+        sX_layout: cute.ComposedLayout,
+        tiled_mma: cute.TiledMma,
+        args: GemmArgs,
+    ):
+        thread, _, _ = cute.arch.thread_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        smem = memory.SmemAllocator()
+        sX = smem.allocate_tensor(self.token_type, sX_layout.outer, 1024, swizzle=sX_layout.inner)
+        sA = None
+        if const_expr(self.fp8):
+            atom = warpgroup.make_smem_layout_atom(
+                warpgroup.SmemLayoutAtomKind.K_SW128, Float8E4M3FN
+            )
+            sA_layout = cute.tile_to_shape(
+                atom, (64, 128, self.num_stages * self.num_wgs), order=(0, 1, 2)
+            )
+            sA = smem.allocate_tensor(Float8E4M3FN, sA_layout.outer, 1024, swizzle=sA_layout.inner)
+            w_base = Int32(sA.iterator.toint())
+        else:
+            w_base = Int32(smem.allocate(self.num_stages * self.weight_bytes, 1024).toint())
+        sSF = None
+        if const_expr(self.loop_sf):
+            sSF = smem.allocate_tensor(
+                Float32,
+                cute.make_layout((self.tile_n, 4, self.num_stages), stride=(1, self.tile_n, 4 * self.tile_n)),
+                128,
+            )
+        staging = Int32(smem.allocate(self.num_wgs * self.chunk_n * 128, 128).toint())
+        amax = Int32(smem.allocate(self.num_wgs * self.chunk_n * 16, 16).toint())
+        full = smem.allocate_array(Int64, self.num_stages)
+        empty = smem.allocate_array(Int64, self.num_stages)
+        if warp == 0:
+            cpasync.prefetch_descriptor(tma_x)
+            if const_expr(self.loop_sf):
+                cpasync.prefetch_descriptor(tma_sf)
+            with cute.arch.elect_one():
+                for i in cutlass.range_constexpr(self.num_stages):
+                    cute.arch.mbarrier_init(full + i, 1)
+                    cute.arch.mbarrier_init(empty + i, 4 * self.num_wgs)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+        # Everything but the prepared weights comes from the kernels before.
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+        if warp < 4:
+            cute.arch.setmaxregister_decrease(32 if const_expr(self.num_wgs == 4) else 40)
+            if warp == 0:
+                self.load(tma_x, mX, tma_sf, mSF, sX, w_base, sSF, full, empty, args)
+        else:
+            cute.arch.setmaxregister_increase(112 if const_expr(self.num_wgs == 4) else 232)
+            if const_expr(self.fp8):
+                self.mma_e4m3(tiled_mma, sX, sA, sSF, staging, amax, full, empty, thread, args)
+            else:
+                self.mma_bf16(tiled_mma, sX, w_base, staging, amax, full, empty, thread, args)
+
+    @cute.jit
+    def tile_at(self, index, args):
+        """The schedule's tile: n-tiles of an expert fastest, then its m-tiles, then the experts."""
+        expert = ptx.load(Int32, args.tiles + Int64(1 + index // self.m_tiles) * 4)
+        info = cute.make_rmem_tensor(4, Int32)
+        cute.autovec_copy(ptx.vector(Int32, args.expert_info + Int64(expert) * 16, 4), info)
+        local = index - info[0] * self.m_tiles
+        m_tile = local // info[1]
+        n_tile = local - m_tile * info[1]
+        first = n_tile * self.tile_n
+        return Tile(expert, m_tile, info[2] + first, cutlass.min(info[3] - first, self.tile_n))
+
+    @cute.jit
+    def load(self, tma_x, mX, tma_sf, mSF, sX, w_base, sSF, full, empty, args):
+        stage, phase = Int32(0), Int32(1)  # the first pass finds every stage free
+        index, _, _ = cute.arch.block_idx()
+        step, _, _ = cute.arch.grid_dim()
+        num_tiles = ptx.load(Int32, args.tiles) * self.m_tiles
+        # Weights of a lone n-tile are read once; of several, again from L2.
+        policy = Int64(ptx.EVICT_FIRST if self.tile_n <= 64 else EVICT_NORMAL)
+        strip_stride = self.blob_bytes * self.blocks_per_stage
+        while index < num_tiles:
+            tile = self.tile_at(index, args)
+            gX = cute.local_tile(
+                cute.domain_offset((tile.first_row, 0), mX), (self.tile_n, self.token_k), (0, None)
+            )
+            tXsX, tXgX = cpasync.tma_partition(
+                tma_x, 0, cute.make_layout(1), cute.group_modes(sX, 0, 2), cute.group_modes(gX, 0, 2)
+            )
+            if const_expr(self.loop_sf):
+                gSF = cute.local_tile(
+                    cute.domain_offset((tile.first_row, 0), mSF), (self.tile_n, 4), (0, None)
+                )
+                tFsF, tFgF = cpasync.tma_partition(
+                    tma_sf, 0, cute.make_layout(1), cute.group_modes(sSF, 0, 2), cute.group_modes(gSF, 0, 2)
+                )
+            for k_stage in cutlass.range(self.k_blocks // self.blocks_per_stage, unroll=1):
+                cute.arch.mbarrier_wait(empty + stage, phase)
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive_and_expect_tx(full + stage, self.stage_bytes)
+                    for w in cutlass.range_constexpr(self.num_wgs):
+                        strip = cutlass.min(tile.m_tile * self.num_wgs + w, self.strips - 1)
+                        block = (Int64(tile.expert) * self.strips + strip) * self.k_blocks
+                        block += k_stage * self.blocks_per_stage
+                        ptx.bulk_load(
+                            w_base + (stage * self.num_wgs + w) * strip_stride,
+                            args.w + block * self.blob_bytes,
+                            strip_stride,
+                            (full + stage).toint(),
+                            policy,
+                        )
+                for i in cutlass.range_constexpr(self.token_tiles):
+                    cute.copy(
+                        tma_x,
+                        tXgX[(None, k_stage * self.token_tiles + i)],
+                        tXsX[(None, stage * self.token_tiles + i)],
+                        tma_bar_ptr=full + stage,
+                    )
+                if const_expr(self.loop_sf):
+                    cute.copy(
+                        tma_sf, tFgF[(None, k_stage)], tFsF[(None, stage)], tma_bar_ptr=full + stage
+                    )
+                stage, phase = self.advance(stage, phase)
+            index += step
+
+    @cute.jit
+    def advance(self, stage, phase):
+        stage += 1
+        if stage == self.num_stages:
+            stage = Int32(0)
+            phase = phase ^ 1
+        return stage, phase
+
+    @cute.jit
+    def mma_e4m3(self, tiled_mma, sX, sA, sSF, staging, amax, full, empty, thread, args):
+        wg = cute.arch.make_warp_uniform(thread // 128) - 1
+        lane = thread % 32
+        thr_mma = tiled_mma.get_slice(thread % 128)
+        tA = tiled_mma.make_fragment_A(thr_mma.partition_A(sA))
+        tB = tiled_mma.make_fragment_B(thr_mma.partition_B(sX))
+        acc_shape = thr_mma.partition_shape_C((64, self.tile_n))
+        acc = cute.make_rmem_tensor(acc_shape, Float32)
+        # k32 steps a drain: all four, or as many as have registers for a temporary each where each has its scale.
+        steps = 4 if const_expr(not self.loop_sf or self.tile_n <= 16) else max(1, 64 // self.tile_n)
+        temporaries = [
+            cute.make_rmem_tensor(acc_shape, Float32)
+            for _ in range(steps if const_expr(self.loop_sf) else 1)
+        ]
+        stage, phase = Int32(0), Int32(0)
+        index, _, _ = cute.arch.block_idx()
+        grid, _, _ = cute.arch.grid_dim()
+        num_tiles = ptx.load(Int32, args.tiles) * self.m_tiles
+        while index < num_tiles:
+            tile = self.tile_at(index, args)
+            strip = tile.m_tile * self.num_wgs + wg
+            acc.fill(0.0)
+            for k_block in cutlass.range(self.k_blocks, unroll=1):
+                row_scales = self.group_scales(tile, strip, k_block, thread, args)
+                cute.arch.mbarrier_wait(full + stage, phase)
+                for first in cutlass.range_constexpr(0, 4, steps):
+                    self.issue_e4m3(
+                        tiled_mma, tA, tB, temporaries, first, steps, stage * self.num_wgs + wg, stage
+                    )
+                    scales = self.loop_scales(sSF, stage, first, steps, lane)
+                    warpgroup.wait_group(0)
+                    if const_expr(first + steps == 4):
+                        if lane == 0:
+                            # release: this warp's wgmmas and scale reads on the stage are done
+                            cute.arch.mbarrier_arrive(empty + stage)
+                    self.promote(acc, temporaries, scales, row_scales)
+                stage, phase = self.advance(stage, phase)
+            self.finish(acc, tile, strip, wg, thread, staging, amax, args)
+            index += grid
+
+    @cute.jit
+    def issue_e4m3(self, tiled_mma, tA, tB, temporaries, first, steps, a_stage, b_stage):
+        mma = cute.make_mma_atom(tiled_mma.op)
+        mma.set(warpgroup.Field.ACCUMULATE, False)
+        warpgroup.fence()
+        for i in cutlass.range_constexpr(steps):
+            out = temporaries[i if const_expr(self.loop_sf) else 0]
+            k32 = first + i
+            cute.gemm(mma, out, tA[(None, None, k32, a_stage)], tB[(None, None, k32, b_stage)], out)
+            mma.set(warpgroup.Field.ACCUMULATE, not self.loop_sf)
+        warpgroup.commit_group()
+
+    def group_scales(self, tile, strip, k_block, thread, args):
+        """Weight scales of this thread's two rows for 128 of K, where rows could not be folded whole."""
+        if not self.group128:
+            return None
+        row = strip * 64 + (thread % 128) // 32 * 16 + (thread % 32) // 4
+        row = cutlass.min(row, self.strips * 64 - 16)
+        at = (Int64(tile.expert) * self.k_blocks + k_block) * (self.strips * 64) + row
+        return [ptx.load(Float32, args.w_sf + (at + 8 * i) * 4) for i in range(2)]
+
+    def loop_scales(self, sSF, stage, first, steps, lane):
+        """Scales of this thread's rows of the token operand for each k32 step, in pairs of neighbouring rows."""
+        if not self.loop_sf:
+            return None
+        base = Int32(sSF.iterator.toint()) + stage * (16 * self.tile_n)
+        pairs = []
+        for i in range(steps):
+            for n8 in range(self.tile_n // 8):
+                offset = ((first + i) * self.tile_n + n8 * 8) * 4 + (lane % 4) * 8
+                pair = cute.make_rmem_tensor(2, Float32)
+                cute.autovec_copy(ptx.vector(Float32, base + offset, 2, ptx.SMEM), pair)
+                pairs.append(pair)
+        return pairs
+
+    def promote(self, acc, temporaries, scales, row_scales):
+        """Add the temporaries to the accumulators, scaled where their 128 or 32 of K have scales of their own."""
+        for i, temporary in enumerate(temporaries):
+            for v in range(cute.size(acc)):
+                n8, row, column = v // 4, v // 2 % 2, v % 2
+                scale = None
+                if self.loop_sf:
+                    scale = scales[i * (self.tile_n // 8) + n8][column]
+                if self.group128:
+                    scale = row_scales[row] if scale is None else scale * row_scales[row]
+                acc[v] = acc[v] + (temporary[v] if scale is None else temporary[v] * scale)
+
+    @cute.jit
+    def mma_bf16(self, tiled_mma, sX, w_base, staging, amax, full, empty, thread, args):
+        wg = cute.arch.make_warp_uniform(thread // 128) - 1
+        lane = thread % 32
+        wg_thread = thread % 128
+        thr_mma = tiled_mma.get_slice(wg_thread)
+        tB = tiled_mma.make_fragment_B(thr_mma.partition_B(sX))
+        acc = cute.make_rmem_tensor(thr_mma.partition_shape_C((64, self.tile_n)), Float32)
+        a_shape = thr_mma.partition_shape_A((64, 64))
+        a_buffers = [cute.make_rmem_tensor(a_shape, BFloat16) for _ in range(2)]
+        a_words = [cute.recast_tensor(a, Int32) for a in a_buffers]
+        words = cute.make_rmem_tensor(self.decoder.words_per_half, Int32)
+        scales = cute.make_rmem_tensor(self.decoder.scale_words, Int32)
+        tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
+        stage, phase, last_stage = Int32(0), Int32(0), Int32(0)
+        index, _, _ = cute.arch.block_idx()
+        grid, _, _ = cute.arch.grid_dim()
+        num_tiles = ptx.load(Int32, args.tiles) * self.m_tiles
+        halves = 2 * self.blocks_per_stage
+        while index < num_tiles:
+            tile = self.tile_at(index, args)
+            acc.fill(0.0)
+            for k_stage in cutlass.range(self.k_blocks // self.blocks_per_stage, unroll=1):
+                cute.arch.mbarrier_wait(full + stage, phase)
+                strip_base = w_base + (stage * self.num_wgs + wg) * (
+                    self.blob_bytes * self.blocks_per_stage
+                )
+                for half in cutlass.range_constexpr(halves):
+                    blob = strip_base + half // 2 * self.blob_bytes
+                    if const_expr(half % 2 == 0):
+                        self.decoder.load_scales(blob, wg_thread, scales)
+                    self.decoder.load_words(blob, half % 2, wg_thread, words)
+                    # One group may still run; the one before it has left the A buffer that is filled next.
+                    warpgroup.wait_group(1)
+                    if const_expr(half == 1):
+                        if k_stage > 0:
+                            if lane == 0:
+                                # release: this warp's wgmmas on the stage before are done
+                                cute.arch.mbarrier_arrive(empty + last_stage)
+                    for b in cutlass.range_constexpr(4):
+                        self.decoder.decode(words, scales, half % 2 * 4 + b, a_words[half % 2], b)
+                    warpgroup.fence()
+                    for b in cutlass.range_constexpr(4):
+                        cute.gemm(
+                            tiled_mma,
+                            acc,
+                            a_buffers[half % 2][None, None, b],
+                            tB[None, None, b, stage * halves + half],
+                            acc,
+                        )
+                    warpgroup.commit_group()
+                last_stage = stage
+                stage, phase = self.advance(stage, phase)
+            warpgroup.wait_group(0)
+            if lane == 0:
+                # release: this warp's wgmmas on the tile's last stage are done
+                cute.arch.mbarrier_arrive(empty + last_stage)
+            self.finish(acc, tile, tile.m_tile * self.num_wgs + wg, wg, thread, staging, amax, args)
+            index += grid
+
+    @cute.jit
+    def finish(self, acc, tile, strip, wg, thread, staging, amax, args):
+        """Scale, add the bias, and write this warpgroup's 64 weight rows x tile_n."""
+        if strip * 64 < self.m:  # the last tile's padding strips write nothing
+            stage_base = staging + wg * (self.chunk_n * 128)
+            amax_base = amax + wg * (self.chunk_n * 16)
+            if const_expr(self.gate_up):
+                epilogue.gate_up(self, acc, tile, strip, wg, thread, stage_base, amax_base, args)
+            else:
+                epilogue.down(self, acc, tile, strip, wg, thread, stage_base, args)

@@ -1,0 +1,375 @@
+"""``moe-ep-jit``: demo, precompile, cache, bench, doctor.
+
+Each command imports what it needs when it runs, so that ``doctor`` works where torch does not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Any
+
+from rich.console import Console
+from rich.logging import RichHandler
+from rich.markup import escape
+from rich.table import Table
+
+from moe_ep_jit.problem import ACTS, ARCHES, FORMATS, check
+
+_MIB = 2**20
+_SIZES = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; 0 when all is well, 1 when something failed or is wrong, 2 for bad usage."""
+    args = _parser().parse_args(argv)
+    console = Console(highlight=False)
+    notes = Console(stderr=True, highlight=False)
+    handler = RichHandler(console=notes, show_path=False, show_level=False, log_time_format="%X")
+    logger = logging.getLogger("moe_ep_jit")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO if args.verbose else logging.WARNING)
+    try:
+        return args.run(args, console)
+    except (ValueError, TypeError, RuntimeError, OSError, ImportError) as error:
+        if args.verbose:
+            notes.print_exception()
+        notes.print(f"[red]moe-ep-jit {args.command}:[/] {escape(_text(error))}", soft_wrap=True)
+        return 1
+    except KeyboardInterrupt:
+        notes.print("interrupted")
+        return 130
+    finally:
+        logger.removeHandler(handler)
+
+
+def _text(error: Exception) -> str:
+    if isinstance(error, ModuleNotFoundError):
+        return f"{error}; run: moe-ep-jit doctor"
+    return str(error) or type(error).__name__
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="moe-ep-jit", description="One MoE layer in MXFP8 and NVFP4, compiled on first use."
+    )
+    parser.add_argument("-v", "--verbose", action="store_true", help="log; tracebacks of errors")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_demo(commands)
+    _add_precompile(commands)
+    _add_cache(commands)
+    _add_bench(commands)
+    doctor = _command(commands, "doctor", _doctor, "what this machine has and what is wrong")
+    _json(doctor)
+    return parser
+
+
+def _command(commands: Any, name: str, run: Any, summary: str) -> argparse.ArgumentParser:
+    parser = commands.add_parser(name, help=summary, description=summary[0].upper() + summary[1:])
+    parser.set_defaults(run=run)
+    return parser
+
+
+def _json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _presets(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--preset",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="out of shapes.toml; repeatable",
+    )
+    parser.add_argument(
+        "--format", action="append", choices=FORMATS, help="repeatable; default: both"
+    )
+
+
+def _formats(args: argparse.Namespace) -> list[str]:
+    """The formats asked for; with an ``--act``, those of them that have it."""
+    chosen = args.format or FORMATS
+    formats = [fmt for fmt in chosen if args.act == "auto" or args.act in ACTS[fmt]]
+    check(bool(formats), f"--act {args.act}: expected one that {' or '.join(chosen)} weights have")
+    return formats
+
+
+# demo
+
+
+def _add_demo(commands: Any) -> None:
+    summary = "the layer in both formats on this machine, with or without a GPU"
+    demo = _command(commands, "demo", _demo, summary)
+    demo.add_argument("--seed", type=int, default=0)
+    _json(demo)
+
+
+def _demo(args: argparse.Namespace, console: Console) -> int:
+    from moe_ep_jit.tools import demo
+
+    return demo.run(console, args.seed, args.json)
+
+
+# precompile
+
+
+def _add_precompile(commands: Any) -> None:
+    summary = "fill the cache ahead of time; needs no GPU"
+    precompile = _command(commands, "precompile", _precompile, summary)
+    precompile.add_argument("--arch", choices=tuple(ARCHES), default=next(iter(ARCHES)))
+    _presets(precompile)
+    precompile.add_argument("--act", choices=_acts(), default="auto")
+    precompile.add_argument(
+        "--jobs", type=_positive, default=None, help="processes; default: what CPU and memory allow"
+    )
+    _json(precompile)
+
+
+def _precompile(args: argparse.Namespace, console: Console) -> int:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
+
+    from moe_ep_jit.tools import precompile, presets
+
+    jobs = [
+        job
+        for preset in presets.load(args.preset)
+        for fmt in _formats(args)
+        for job in presets.jobs(preset.problem(fmt, args.act), args.arch)
+    ]
+    columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("compiling", total=None)
+
+        def show(done: int, total: int, result: dict[str, Any]) -> None:
+            bar.update(task, completed=done, total=total, description=result["name"])
+
+        result = precompile.run(jobs, args.jobs, show)
+    if args.json:
+        console.print_json(data=result)
+        return int(result["failed"] > 0)
+    for row in result["results"]:
+        if row["status"] == "failed":
+            console.print(
+                f"[red]✗[/] {escape(row['name'])}: {escape(row['error'])}", soft_wrap=True
+            )
+    console.print(
+        f"{result['compiled']} compiled, {result['cached']} were in the cache, "
+        f"{result['failed']} failed; {result['seconds']:.1f} s on {result['workers']} processes"
+    )
+    return int(result["failed"] > 0)
+
+
+# cache
+
+
+def _add_cache(commands: Any) -> None:
+    cache = commands.add_parser("cache", help="look after the compiled kernels on disk")
+    actions = cache.add_subparsers(dest="action", required=True, metavar="ACTION")
+    for name, run, summary in (
+        ("list", _cache_list, "every kernel in the cache"),
+        ("verify", _cache_verify, "check every file against its digest"),
+        ("path", _cache_path, "the cache folders, the user's own first"),
+    ):
+        _json(_command(actions, name, run, summary))
+    prune = _command(actions, "prune", _cache_prune, "remove kernels that nothing loads any more")
+    prune.add_argument(
+        "--older-than", type=_duration, metavar="30d", help="only what was not used for so long"
+    )
+    prune.add_argument(
+        "--max-size", type=_size, metavar="500M", help="oldest use first, until the rest fits"
+    )
+    prune.add_argument("--all", action="store_true", help="also kernels that are in use now")
+    prune.add_argument("--dry-run", action="store_true", help="only say what would go")
+    _json(prune)
+    pack = _command(actions, "pack", _cache_pack, "write all usable kernels to one tar file")
+    pack.add_argument("file", metavar="FILE.tar[.gz|.xz]")
+    _json(pack)
+    unpack = _command(actions, "unpack", _cache_unpack, "take over the kernels of a tar file")
+    unpack.add_argument("file", metavar="FILE", help="from where you trust: it holds native code")
+    _json(unpack)
+
+
+def _cache_list(args: argparse.Namespace, console: Console) -> int:
+    from moe_ep_jit import cache_admin, jit
+
+    rows = cache_admin.list_entries()
+    if args.json:
+        console.print_json(data=rows)
+        return 0
+    if not rows:
+        console.print(f"nothing in {jit.cache_dir()}; run: moe-ep-jit precompile", soft_wrap=True)
+        return 0
+    table = Table("arch", "op", "shape", box=None)
+    for name in ("size", "compiled in", "registers", "shared", "spills", "used"):
+        table.add_column(name, justify="right")
+    table.add_column("state")
+    for row in rows:
+        table.add_row(
+            row["arch"],
+            row["op"],
+            row["name"],
+            f"{row['bytes'] / _MIB:.2f} MiB",
+            f"{row['compile_s']:.1f} s",
+            str(row["registers"]),
+            f"{row['shared_bytes'] / 1024:.1f} KiB",
+            f"{row['spill_bytes']} B",
+            f"{datetime.fromtimestamp(row['used']):%Y-%m-%d %H:%M}",
+            row["state"] + (f": {row['reason']}" if row["reason"] else ""),
+        )
+    console.print(table)
+    size = sum(row["bytes"] for row in rows) / _MIB
+    usable = sum(row["usable"] for row in rows)
+    console.print(f"{len(rows)} kernels, {usable} usable here, {size:.1f} MiB")
+    return 0
+
+
+def _cache_verify(args: argparse.Namespace, console: Console) -> int:
+    from moe_ep_jit import cache_admin
+
+    rows = cache_admin.verify()
+    bad = [row for row in rows if not row["ok"]]
+    if args.json:
+        console.print_json(data=rows)
+        return int(bool(bad))
+    for row in bad:
+        console.print(f"[red]✗[/] {escape(row['path'])}: {escape(row['reason'])}", soft_wrap=True)
+    console.print(f"{len(rows) - len(bad)} of {len(rows)} kernels are whole")
+    if bad:
+        console.print("The next load builds a broken one anew; `cache prune` removes them.")
+    return int(bool(bad))
+
+
+def _cache_path(args: argparse.Namespace, console: Console) -> int:
+    from moe_ep_jit import jit
+
+    folders = [str(folder) for folder in jit.cache_dirs()]
+    if args.json:
+        console.print_json(data=folders)
+        return 0
+    for folder in folders:
+        console.print(folder, soft_wrap=True, markup=False)
+    return 0
+
+
+def _cache_prune(args: argparse.Namespace, console: Console) -> int:
+    from moe_ep_jit import cache_admin
+
+    rows = cache_admin.prune(
+        older_than=args.older_than,
+        max_bytes=args.max_size,
+        keep_current=not args.all,
+        dry_run=args.dry_run,
+    )
+    if args.json:
+        console.print_json(data=rows)
+        return 0
+    for row in rows:
+        console.print(f"{escape(row['path'])}: {escape(row['reason'])}", soft_wrap=True)
+    size = sum(row["bytes"] for row in rows) / _MIB
+    console.print(f"{'would remove' if args.dry_run else 'removed'} {len(rows)}, {size:.1f} MiB")
+    return 0
+
+
+def _cache_pack(args: argparse.Namespace, console: Console) -> int:
+    from moe_ep_jit import cache_admin
+
+    result = cache_admin.pack(args.file)
+    if args.json:
+        console.print_json(data=result)
+        return 0
+    size = result["bytes"] / _MIB
+    console.print(f"{result['entries']} kernels in {escape(result['path'])}, {size:.1f} MiB")
+    return 0
+
+
+def _cache_unpack(args: argparse.Namespace, console: Console) -> int:
+    from moe_ep_jit import cache_admin
+
+    result = cache_admin.unpack(args.file)
+    if args.json:
+        console.print_json(data=result)
+    else:
+        added, present, foreign = (len(result[k]) for k in ("added", "present", "foreign"))
+        console.print(
+            f"{added} kernels added, {present} were there, {foreign} are for other machines"
+        )
+    return int(bool(result["foreign"]) and not result["added"] and not result["present"])
+
+
+# bench
+
+
+def _add_bench(commands: Any) -> None:
+    bench = _command(commands, "bench", _bench, "time the presets on this GPU, with their floors")
+    _presets(bench)
+    bench.add_argument("--act", choices=_acts(), default="auto")
+    bench.add_argument(
+        "--tokens", type=_positive, nargs="+", default=[], help="default: the preset's own counts"
+    )
+    bench.add_argument("--iterations", type=_positive, default=30, help="calls behind a median")
+    bench.add_argument("--seed", type=int, default=0)
+    bench.add_argument("--json", action="store_true", help="print one JSON line for each row")
+
+
+def _bench(args: argparse.Namespace, console: Console) -> int:
+    from moe_ep_jit.tools import bench, presets
+
+    return bench.run(
+        presets.load(args.preset),
+        _formats(args),
+        args.act,
+        args.tokens,
+        args.iterations,
+        args.seed,
+        console,
+        args.json,
+    )
+
+
+# doctor
+
+
+def _doctor(args: argparse.Namespace, console: Console) -> int:
+    from moe_ep_jit import doctor
+
+    return doctor.run(console, args.json)
+
+
+# argument types
+
+
+def _acts() -> tuple[str, ...]:
+    return ("auto", *dict.fromkeys(act for acts in ACTS.values() for act in acts))
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected at least 1, got {value}")
+    return value
+
+
+def _duration(text: str) -> float:
+    """ "30d", "12h", "90m" or "60s" -> seconds."""
+    number, unit = text[:-1], text[-1:]
+    if unit not in _SECONDS or not number.replace(".", "", 1).isdigit():
+        raise argparse.ArgumentTypeError(f"expected a number and s, m, h or d, got {text!r}")
+    return float(number) * _SECONDS[unit]
+
+
+def _size(text: str) -> int:
+    """ "500M", "2G" or a number of bytes -> bytes."""
+    number = text.rstrip("KMG")
+    unit = text[len(number) :]
+    if unit not in _SIZES or not number.replace(".", "", 1).isdigit():
+        raise argparse.ArgumentTypeError(f"expected a number and K, M or G, got {text!r}")
+    return int(float(number) * _SIZES[unit])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,194 @@
+"""The files of one compiled object on disk: names, checks, lock, writing whole.
+
+An entry is a folder ``<cache>/<arch>/<name>/<fingerprint>/`` with
+
+    kernel.o     host code that launches the cubin inside it, as the DSL exported it
+    kernel.so    the same, linked where a C compiler is: loads in a millisecond without the DSL
+    kernel.ptx   for reading
+    key.json     the full key, compared field by field at load
+    launch.json  registers, shared memory, stack, compile time; sizes and digests of the files
+
+Beside the arches lie ``.locks`` (one file a key), ``.tmp`` (entries being written) and ``.broken``
+(entries set aside). Objects are native code, so a folder that others can write is refused.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import logging
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import filelock
+
+from moe_ep_jit import cache_key
+
+logger = logging.getLogger("moe_ep_jit")
+
+#: The longest wait for another process that compiles the same key, in seconds.
+LOCK_TIMEOUT_S = 600.0
+
+OBJECT, LIBRARY, PTX, KEY, LAUNCH = "kernel.o", "kernel.so", "kernel.ptx", "key.json", "launch.json"
+LOCKS, TEMPORARY, BROKEN = ".locks", ".tmp", ".broken"
+
+
+class BrokenEntryError(Exception):
+    """An entry that must not be used, with the reason."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One key and where its files belong inside any cache folder."""
+
+    key: dict[str, Any]
+    fingerprint: str
+    name: str
+
+    @property
+    def title(self) -> str:
+        return f"{self.key['op']} {self.name} ({self.key['arch']})"
+
+    def folder(self, cache: Path) -> Path:
+        return cache / self.key["arch"] / self.name / self.fingerprint
+
+
+def check_trusted(folder: Path) -> None:
+    """``RuntimeError`` unless only the user, root or the package's owner can write ``folder``."""
+    info = folder.stat()
+    # Whoever owns the package's files decides already what runs here.
+    if info.st_uid not in (os.geteuid(), 0, cache_key.PACKAGE.stat().st_uid):
+        raise RuntimeError(
+            f"{folder} belongs to user {info.st_uid}, and what lies there would run as user"
+            f" {os.geteuid()}; run: export MOE_EP_JIT_CACHE=/a/folder/of/your/own"
+        )
+    if info.st_mode & 0o022:
+        raise RuntimeError(
+            f"{folder} holds native code and can be written by others"
+            f" (mode {info.st_mode & 0o7777:04o}); run: chmod go-w {folder}"
+        )
+
+
+def verified(folder: Path, files: tuple[str, ...], wanted: dict[str, Any] | None) -> dict[str, Any]:
+    """An entry's launch.json after ``verified_files`` on what lies in ``folder``."""
+    return verified_files(
+        str(folder), folder.name, lambda name: (folder / name).read_bytes(), files, wanted
+    )
+
+
+def verified_files(
+    title: str,
+    fingerprint: str,
+    read: Callable[[str], bytes],
+    files: tuple[str, ...],
+    wanted: dict[str, Any] | None,
+) -> dict[str, Any]:
+    """launch.json, after a check of key.json (against ``wanted``, else against the fingerprint) and
+    of the digests of those of ``files`` that it names; ``BrokenEntryError`` with the reason."""
+    try:
+        key, launch = json.loads(read(KEY)), json.loads(read(LAUNCH))
+        if wanted is None and cache_key.fingerprint(key) != fingerprint:
+            raise BrokenEntryError(f"{title}: {KEY} is of another entry")
+        if wanted is not None and key != wanted:
+            why = cache_key.other_cpu(key, wanted)
+            why = why or f"{KEY} differs in {', '.join(cache_key.difference(key, wanted))}"
+            raise BrokenEntryError(f"{title}: {why}")
+        if OBJECT not in launch["files"]:
+            raise BrokenEntryError(f"{title}: {LAUNCH} names no {OBJECT}")
+        for name in files:
+            if name not in launch["files"]:
+                continue
+            content, said = read(name), launch["files"][name]
+            if len(content) != said["bytes"]:
+                raise BrokenEntryError(
+                    f"{title}: {name} has {len(content)} bytes, expected {said['bytes']}"
+                )
+            if hashlib.sha256(content).hexdigest() != said["sha256"]:
+                raise BrokenEntryError(f"{title}: {name} has another digest than when written")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise BrokenEntryError(f"{title}: unreadable ({error!r})") from error
+    return launch
+
+
+def lock_path(own: Path, fingerprint: str) -> Path:
+    return own / LOCKS / f"{fingerprint}.lock"
+
+
+@contextmanager
+def lock(own: Path, fingerprint: str, title: str, timeout_s: float | None = None) -> Iterator[None]:
+    """The key's exclusive lock. The kernel frees it when its holder dies, by kill -9 too.
+
+    ``RuntimeError`` with the lock's path after ``timeout_s`` (default ``LOCK_TIMEOUT_S``).
+    """
+    timeout_s = LOCK_TIMEOUT_S if timeout_s is None else timeout_s
+    path = lock_path(own, fingerprint)
+    exclusive = filelock.FileLock(str(path), mode=0o600)
+    patience = min(5.0, timeout_s)
+    try:
+        try:
+            exclusive.acquire(timeout=patience, poll_interval=0.02)
+        except filelock.Timeout:
+            logger.info("%s: waiting for the process that holds %s", title, path)
+            exclusive.acquire(timeout=timeout_s - patience, poll_interval=0.1)
+    except filelock.Timeout:
+        raise RuntimeError(
+            f"{title}: another process has held {path} for {timeout_s:.0f} s;"
+            f" to see which, run: fuser -v {path}"
+        ) from None
+    except NotImplementedError:
+        # Without flock the rename still keeps entries whole; two processes may compile the same.
+        logger.warning("%s: no locks on this file system; processes may compile the same", own)
+        yield
+        return
+    try:
+        yield
+    finally:
+        exclusive.release()
+
+
+# Writing: every change of an entry happens under its lock and by one rename
+
+
+def store(own: Path, folder: Path, files: dict[str, bytes]) -> None:
+    """Write ``files`` beside and rename them to ``folder`` at once. ``OSError`` leaves nothing."""
+    work = own / TEMPORARY / f"{folder.name}-{os.getpid()}-{time.monotonic_ns()}"
+    try:
+        work.mkdir(mode=0o700)
+        for name, content in files.items():
+            with open(os.open(work / name, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+        _sync_folder(work)
+        for part in (folder.parent.parent, folder.parent):
+            part.mkdir(mode=0o700, exist_ok=True)
+        try:
+            work.rename(folder)
+        except OSError as error:
+            # Only without locks: another process has stored the same meanwhile.
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+        _sync_folder(folder.parent)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def set_aside(own: Path, folder: Path) -> None:
+    """Move a broken entry out of every reader's way; who has it open keeps its files."""
+    (own / BROKEN).mkdir(mode=0o700, exist_ok=True)
+    folder.rename(own / BROKEN / f"{folder.name}-{os.getpid()}-{time.monotonic_ns()}")
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,241 @@
+"""Compiled objects bound to memory: the argument list of the one host function that runs a layer.
+
+A ``Binding`` is one set of weights in one workspace; a ``Launch`` is one rung of it, with every
+argument in place but those of the call. ``warmup`` makes them all, so that a call finds them.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+import weakref
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from moe_ep_jit import jit, layout, variants
+from moe_ep_jit.formats import BlockScaled
+from moe_ep_jit.problem import Problem, check
+
+if TYPE_CHECKING:
+    from moe_ep_jit.weights import PreparedWeights
+    from moe_ep_jit.workspace import Workspace
+
+_log = logging.getLogger("moe_ep_jit")
+
+#: Position of each launch argument.
+SLOT = {name: index for index, name in enumerate(layout.LAUNCH_ARGS)}
+
+#: What x may be: bf16, or BlockScaled in one of the formats.
+X_KINDS = ("bf16", "mxfp8", "nvfp4")
+
+#: Weight tensors that are launch arguments under their own name.
+_WEIGHT_ARGS = ("w13", "w13_sf", "w13_bias", "w2", "w2_sf", "w2_bias", "h_global_scale")
+
+#: Token counts whose rung a binding remembers before it starts over.
+_MAX_REMEMBERED = 4096
+
+
+class Launch:
+    """One compiled object with the arguments of one workspace and one set of weights.
+
+    ``args`` is in the order of ``layout.LAUNCH_ARGS``; a call patches its own entries and runs.
+    """
+
+    __slots__ = ("args", "device", "function")
+
+    def __init__(self, function: Callable[..., Any], args: list[Any], device: torch.device) -> None:
+        self.function = function
+        self.args = args
+        self.device = device
+
+    def run(self, args: list[Any]) -> None:
+        """Call the host function on the device that the memory is on."""
+        index = self.device.index
+        if torch.cuda.current_device() == index:
+            self.function(*args)
+        else:
+            with torch.cuda.device(index):
+                self.function(*args)
+
+
+class Binding:
+    """Weights checked against a workspace, and the launches that they have had there.
+
+    problem     the workspace's problem for these weights, format and act resolved
+    max_tokens  the most rows of x that the workspace holds
+    outputs     its output buffers as bf16 [problem.max_tokens, hidden]
+    """
+
+    def __init__(self, ws: Workspace, weights: PreparedWeights) -> None:
+        ws.check_weights(weights)
+        self.problem = ws.problem_of(weights)
+        self.outputs = ws.outputs_of(self.problem)
+        self.max_tokens = min(self.problem.max_tokens, self.problem.recv_rows // self.problem.top_k)
+        key, bindings = id(weights), ws.bindings
+        # Weights that go take their binding along: no pointer to freed memory is left behind.
+        self.weights = weakref.ref(weights, lambda _: bindings.pop(key, None))
+        self._launches: dict[tuple[str, Any], Launch] = {}
+        self._by_tokens: dict[tuple[str, int], Launch] = {}
+
+    def launch(
+        self, ws: Workspace, weights: PreparedWeights, x_kind: str, tokens: int, config: Any
+    ) -> Launch:
+        """The launch for a call of ``tokens`` rows; ``config`` None: the ladder's choice."""
+        if config is not None:
+            return self.rung(ws, weights, x_kind, config)
+        launch = self._by_tokens.get((x_kind, tokens))
+        if launch is None:
+            rung = variants.choose_rung(self.problem, ws.arch, tokens, weights.operand)
+            launch = self.rung(ws, weights, x_kind, rung)
+            if len(self._by_tokens) >= _MAX_REMEMBERED:
+                self._by_tokens.clear()
+            self._by_tokens[x_kind, tokens] = launch
+        return launch
+
+    def rung(self, ws: Workspace, weights: PreparedWeights, x_kind: str, config: Any) -> Launch:
+        """The launch of one rung. RuntimeError where it is not loaded and a graph is captured."""
+        launch = self._launches.get((x_kind, config))
+        if launch is None:
+            check_config(ws.arch, config)
+            function = _function(ws, self.problem, weights.kind, x_kind, config)
+            args = _bound_args(ws, self.problem, weights)
+            launch = Launch(function, args, ws.device)
+            self._launches[x_kind, config] = launch
+        return launch
+
+
+def bind(ws: Workspace, weights: PreparedWeights) -> Binding:
+    """The binding of ``weights`` in ``ws``, made and checked the first time."""
+    binding = ws.bindings.get(id(weights))
+    if binding is None or binding.weights() is not weights:
+        binding = ws.bindings[id(weights)] = Binding(ws, weights)
+    return binding
+
+
+def x_kind_of(x: torch.Tensor | BlockScaled) -> str:
+    """ "bf16" for a tensor, the format's name for a ``BlockScaled``."""
+    return x.format.name if isinstance(x, BlockScaled) else "bf16"
+
+
+def check_config(arch: str, config: Any) -> None:
+    """TypeError unless ``config`` is a rung of the arch."""
+    expected = variants.kernels_module(arch, "config").Config
+    if not isinstance(config, expected):
+        raise TypeError(
+            f"config: expected {expected.__module__}.{expected.__qualname__} or None, got "
+            f"{type(config).__name__}; take one of moe_ep_jit.variants.ladder(arch, operand)"
+        )
+
+
+def weights_kinds(problem: Problem, operand: str) -> tuple[str, ...]:
+    """The kinds of prepared weights that fit an operand; what folding costs decides among them."""
+    if problem.format == "nvfp4":
+        return ("nvfp4",)
+    if operand == "e4m3":
+        return ("mxfp8_row", "mxfp8_group128")
+    return ("mxfp8_exact",)
+
+
+def warmup(
+    ws: Workspace,
+    weights: PreparedWeights | None = None,
+    *,
+    x_kinds: Iterable[str] = ("bf16",),
+    configs: Iterable[Any] | None = None,
+) -> None:
+    """Compile or load all that calls on ``ws`` can need; afterwards they never compile.
+
+    weights  None: every kind that the workspace's problems can come to; else these alone
+    x_kinds  what x will be: "bf16", and "mxfp8" or "nvfp4" for ``BlockScaled``
+    configs  None: every rung of the ladder
+    Runs nothing on the GPU; does nothing where the reference serves. RuntimeError when closed.
+    """
+    ws.begin()
+    x_kinds = tuple(x_kinds)
+    for kind in x_kinds:
+        check(kind in X_KINDS, f"x_kinds: expected names out of {X_KINDS}, got {kind!r}")
+    if ws.arch is None:
+        if weights is not None:
+            bind(ws, weights)
+        return
+    if weights is not None:
+        wanted = [(bind(ws, weights).problem, weights.kind, weights.operand)]
+    else:
+        problems = [variants.choose_variant(p, ws.arch).problem for p in ws.problems]
+        operands = [ws.operand or variants.operand_of(p) for p in problems]
+        wanted = [
+            (p, kind, operand)
+            for p, operand in zip(problems, operands, strict=True)
+            for kind in weights_kinds(p, operand)
+        ]
+    rungs = [
+        (problem, kind, x_kind, config)
+        for problem, kind, operand in wanted
+        for config in (variants.ladder(ws.arch, operand) if configs is None else tuple(configs))
+        for x_kind in x_kinds
+        if accepts(problem.act, x_kind)
+    ]
+    start = time.perf_counter()
+    _load_all(ws, rungs)
+    if weights is not None:
+        for _, _, x_kind, config in rungs:
+            bind(ws, weights).rung(ws, weights, x_kind, config)
+    _log.info("warm-up: %d kernels ready in %.2f s", len(rungs), time.perf_counter() - start)
+
+
+def accepts(act: str, x_kind: str) -> bool:
+    """Whether experts with activations ``act`` take x of a kind: never requantized silently."""
+    return x_kind == "bf16" or act in ("bf16", x_kind)
+
+
+def _load_all(ws: Workspace, rungs: list[tuple[Problem, str, str, Any]]) -> None:
+    """Load every rung into ``ws.functions``; several that are not cached compile in parallel."""
+    for rung in rungs:
+        _function(ws, *rung)
+
+
+def _what(ws: Workspace, problem: Problem, kind: str, x_kind: str, config: Any) -> dict[str, Any]:
+    """The arguments of ``jit.load`` for one object."""
+    module = variants.kernels_module(ws.arch, "facts")
+    facts = module.facts(problem, kind, x_kind, config)
+    return {
+        "problem_facts": facts,
+        "arch": ws.arch,
+        "build": module.BUILD,
+        "name": module.name(facts),
+    }
+
+
+def _function(ws: Workspace, problem: Problem, kind: str, x_kind: str, config: Any) -> Callable:
+    """The exported host function of one object, loaded or compiled the first time."""
+    key = (problem, kind, x_kind, config)
+    function = ws.functions.get(key)
+    if function is None:
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "moe_forward: this call's kernels are not loaded and a CUDA graph is being "
+                "captured; call moe_ep_jit.warmup(ws, weights) before the capture (with x_kinds= "
+                "for BlockScaled x, configs= for rungs off the ladder)"
+            )
+        function = ws.functions[key] = jit.load("moe", **_what(ws, *key))
+    return function
+
+
+def _bound_args(ws: Workspace, problem: Problem, weights: PreparedWeights) -> list[Any]:
+    """The launch arguments with everything in place that no call changes; absent pointers are 0."""
+    activation = problem.activation
+    values: dict[str, Any] = dict.fromkeys(layout.LAUNCH_ARGS, 0)
+    values["num_sms"] = torch.cuda.get_device_properties(ws.device).multi_processor_count
+    values["limit"] = math.inf if activation.limit is None else float(activation.limit)
+    values["alpha"], values["beta"] = float(activation.alpha), float(activation.beta)
+    values["recv_rows"] = problem.recv_rows
+    values["error"] = ws.error_address
+    for name, region in layout.regions(problem, weights.operand).items():
+        values[name] = ws.base_address + region.offset
+    for name in _WEIGHT_ARGS:
+        tensor = weights.tensors.get(name)
+        values[name] = 0 if tensor is None else tensor.data_ptr()
+    return list(values.values())

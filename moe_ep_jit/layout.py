@@ -1,0 +1,153 @@
+"""Integer arithmetic that host and device share: workspace regions, launch arguments, control words.
+
+Nothing here imports torch or the DSL. A region, a control word or a launch argument is listed once, here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from moe_ep_jit.problem import Problem
+
+#: Bytes of one element, by the names that regions use.
+ITEM_BYTES = {"u8": 1, "i32": 4, "f32": 4, "bf16": 2}
+
+#: Every region starts on this boundary: TMA wants 16 bytes, a 128-byte swizzle atom wants 1024.
+REGION_ALIGN = 1024
+
+#: Slots (token, k) that one CTA of the route kernel counts.
+ROUTE_CHUNK = 1024
+
+#: The smallest token tile of any rung: bounds the length of the tile list.
+MIN_TILE_N = 8
+
+#: MXFP8 block along K.
+SF_BLOCK = 32
+
+#: Words of the ``control`` region.
+CONTROL_WORDS = 16
+CONTROL_ROUTE_TICKET = 0  # CTAs of the route kernel that have finished
+CONTROL_COMBINE_TICKET = 1  # CTAs of the combine kernel that have finished
+CONTROL_IN_FLIGHT = 2  # 1 from a call's route to its combine
+CONTROL_SATURATED = 3  # NVFP4 blocks of the intermediate whose scale saturated, since construction
+
+#: Words of the pinned host error record.
+ERROR_WORDS = 4
+ERROR_CODE = 0
+ERROR_TWO_STREAMS = 1  # a second call started before the first had finished
+
+#: Bits of the ``stages`` launch argument.
+STAGE_DISPATCH = 1
+STAGE_GATE_UP = 2
+STAGE_DOWN = 4
+STAGE_COMBINE = 8
+STAGE_ALL = 15
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def round_up(a: int, b: int) -> int:
+    return ceil_div(a, b) * b
+
+
+@dataclass(frozen=True)
+class Region:
+    """A named part of the workspace: ``offset`` in bytes from its start, ``shape`` in elements."""
+
+    name: str
+    offset: int
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+def regions(problem: Problem, operand: str) -> dict[str, Region]:
+    """All regions of one rank's workspace but the output, by name, in launch-argument order.
+
+    operand  what the MMA's token side is: "e4m3" (one byte) or "bf16"
+    """
+    slots = problem.max_tokens * problem.top_k
+    rows = problem.recv_rows
+    token = "u8" if operand == "e4m3" else "bf16"
+    shapes = {
+        "control": ((CONTROL_WORDS,), "i32"),
+        "chunk_counts": ((ceil_div(slots, ROUTE_CHUNK), problem.num_experts), "i32"),
+        "slot_rank": ((slots,), "i32"),  # place among its chunk's slots of the same expert; -1: skipped
+        "expert_info": ((problem.num_local_experts, 4), "i32"),  # first n-tile, n-tiles, first row, rows
+        "tiles": ((1 + ceil_div(rows, MIN_TILE_N) + problem.num_local_experts,), "i32"),
+        "row_slot": ((rows,), "i32"),
+        "recv_x": ((rows, problem.hidden), token),
+        "recv_sf": ((rows,), "f32"),
+        "h": ((rows, problem.intermediate), token),
+        "h_sf": ((problem.intermediate // SF_BLOCK, round_up(rows, 4)), "f32"),
+        "y": ((slots, problem.hidden), "bf16"),
+    }
+    if operand != "e4m3":
+        del shapes["h_sf"]  # a 16-bit operand carries its scales in its values
+    out, offset = {}, 0
+    for name, (shape, dtype) in shapes.items():
+        out[name] = Region(name, offset, shape, dtype)
+        offset = round_up(offset + out[name].nbytes, REGION_ALIGN)
+    return out
+
+
+def workspace_bytes(problem: Problem, operand: str) -> int:
+    """Bytes of all regions but the output."""
+    last = list(regions(problem, operand).values())[-1]
+    return round_up(last.offset + last.nbytes, REGION_ALIGN)
+
+
+#: The launch arguments of the layer's one host function, in order: name -> kind.
+#: ptr: address (0: absent); i32, i64, f32: value; stream: stream handle.
+LAUNCH_ARGS = {
+    "stages": "i32",  # STAGE_* bits
+    "num_sms": "i32",
+    "tokens": "i32",  # rows of x
+    "num_tokens": "ptr",  # device int32: live rows; 0: all
+    "x": "ptr",
+    "x_stride": "i64",  # elements of x's own type between rows
+    "x_sf": "ptr",  # BlockScaled x: its block scales
+    "x_global_scale": "ptr",  # BlockScaled NVFP4 x: fp32
+    "x_global_stride": "i32",  # 1: one a token, 0: one for all
+    "ids": "ptr",
+    "ids_stride": "i64",  # elements between tokens
+    "ids_words": "i32",  # 1: int32, 2: int64
+    "topk_weights": "ptr",
+    "topk_weights_stride": "i64",
+    "topk_weights_type": "i32",  # TOPK_WEIGHT_TYPES
+    "out": "ptr",
+    "out_stride": "i64",
+    "limit": "f32",  # SwiGLU; inf: none
+    "alpha": "f32",
+    "beta": "f32",
+    "w13": "ptr",
+    "w13_sf": "ptr",
+    "w13_bias": "ptr",
+    "w2": "ptr",
+    "w2_sf": "ptr",
+    "w2_bias": "ptr",
+    "h_global_scale": "ptr",
+    "control": "ptr",
+    "chunk_counts": "ptr",
+    "slot_rank": "ptr",
+    "expert_info": "ptr",
+    "tiles": "ptr",
+    "row_slot": "ptr",
+    "recv_x": "ptr",
+    "recv_sf": "ptr",
+    "h": "ptr",
+    "h_sf": "ptr",
+    "y": "ptr",
+    "recv_rows": "i32",  # rows that the receive regions hold
+    "error": "ptr",  # pinned host int32 [ERROR_WORDS]
+    "stream": "stream",
+}
+
+#: ``topk_weights_type`` by torch dtype name.
+TOPK_WEIGHT_TYPES = {"float32": 0, "bfloat16": 1, "float16": 2, "float64": 3}

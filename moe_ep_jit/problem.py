@@ -1,0 +1,146 @@
+"""The static facts of one MoE layer: everything that sizes memory or selects a kernel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+#: Every arch this version knows: its exact compile target -> its folder under ``kernels/``.
+ARCHES = {"sm_90a": "sm90"}
+
+FORMATS = ("mxfp8", "nvfp4")
+
+#: What the experts' activations may be, for each weight format. The first is the Hopper default.
+ACTS = {"mxfp8": ("mxfp8", "bf16"), "nvfp4": ("bf16", "nvfp4", "mxfp8")}
+
+MAX_TOP_K = 32
+MAX_LOCAL_EXPERTS = 512
+
+
+def check(condition: bool, message: str) -> None:
+    """Raise ``ValueError(message)`` unless ``condition``: the one form of a caller's mistake."""
+    if not condition:
+        raise ValueError(message)
+
+
+@dataclass(frozen=True)
+class SwiGLU:
+    """``g * sigmoid(alpha * g) * (u + beta)`` with ``g = min(gate, limit)`` and ``u = clamp(up, -limit, limit)``.
+
+    DeepSeek-V4 uses ``limit=10``; gpt-oss uses ``limit=7, alpha=1.702, beta=1``. ``limit=None`` clamps nothing.
+    """
+
+    limit: float | None = None
+    alpha: float = 1.0
+    beta: float = 0.0
+
+    def __post_init__(self) -> None:
+        check(
+            self.limit is None or self.limit > 0,
+            f"SwiGLU.limit: expected None or a positive number, got {self.limit!r}",
+        )
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One MoE layer, frozen. Sizes are in elements.
+
+    hidden, intermediate  multiples of 64
+    num_experts           over all ranks; divisible by ``num_ranks``; at most 512 a rank
+    top_k                 1..32, at most ``num_experts``
+    max_tokens            the most tokens one rank passes to one call
+    format                "mxfp8", "nvfp4", or "auto" until ``prepare_weights`` has decided (``weights.problem`` then says)
+    num_ranks             expert-parallel ranks; this version runs 1
+    act                   activations of the experts: "mxfp8", "nvfp4", "bf16", or "auto" until ``prepare_weights`` has decided
+    wire, combine_wire    payload between ranks: "auto" follows ``act``; combine carries "bf16"
+    activation            the gated activation and its constants
+    bias                  True: both GEMMs add a bias (gpt-oss)
+    max_recv_rows         bound on the rows a rank receives in one call; None: the worst case, ranks * max_tokens * top_k
+    """
+
+    hidden: int
+    intermediate: int
+    num_experts: int
+    top_k: int
+    max_tokens: int
+    format: str = "auto"
+    num_ranks: int = 1
+    act: str = "auto"
+    wire: str = "auto"
+    combine_wire: str = "bf16"
+    activation: SwiGLU = SwiGLU()
+    bias: bool = False
+    max_recv_rows: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("hidden", "intermediate"):
+            size = getattr(self, name)
+            check(
+                isinstance(size, int) and size > 0 and size % 64 == 0,
+                f"{name}: expected a positive multiple of 64, got {size!r}; pad the checkpoint's {name} to a multiple of 64",
+            )
+        check(
+            isinstance(self.num_experts, int) and self.num_experts >= 1,
+            f"num_experts: expected at least 1, got {self.num_experts!r}",
+        )
+        check(
+            self.num_ranks == 1,
+            f"num_ranks: expected 1 (this version runs one rank), got {self.num_ranks!r}",
+        )
+        check(
+            self.num_experts % self.num_ranks == 0,
+            f"num_experts: expected a multiple of num_ranks={self.num_ranks}, got {self.num_experts}; add padding experts or change the ranks",
+        )
+        check(
+            self.num_local_experts <= MAX_LOCAL_EXPERTS,
+            f"num_experts: expected at most {MAX_LOCAL_EXPERTS} a rank, got {self.num_local_experts}; use more ranks",
+        )
+        check(
+            isinstance(self.top_k, int) and 1 <= self.top_k <= min(MAX_TOP_K, self.num_experts),
+            f"top_k: expected 1..{min(MAX_TOP_K, self.num_experts)} (at most {MAX_TOP_K} and at most num_experts={self.num_experts}), got {self.top_k!r}",
+        )
+        check(
+            isinstance(self.max_tokens, int) and self.max_tokens >= 1,
+            f"max_tokens: expected at least 1, got {self.max_tokens!r}",
+        )
+        check(
+            self.max_tokens * self.top_k < 2**31,
+            f"max_tokens * top_k: expected below 2^31, got {self.max_tokens * self.top_k}; split the batch",
+        )
+        check(
+            self.format in (*FORMATS, "auto"),
+            f'format: expected "mxfp8", "nvfp4" or "auto", got {self.format!r}',
+        )
+        acts = ("auto", *(ACTS[self.format] if self.format != "auto" else dict.fromkeys(a for t in ACTS.values() for a in t)))
+        check(self.act in acts, f"act: expected one of {acts} for format={self.format!r}, got {self.act!r}")
+        check(
+            self.wire in ("auto", self.act) and self.combine_wire == "bf16",
+            f'wire, combine_wire: expected "auto" and "bf16" (one rank sends nothing), got {self.wire!r} and {self.combine_wire!r}',
+        )
+        check(
+            isinstance(self.activation, SwiGLU),
+            f"activation: expected SwiGLU(limit, alpha, beta), got {self.activation!r}",
+        )
+        check(
+            self.max_recv_rows is None or self.max_recv_rows >= 1,
+            f"max_recv_rows: expected None or at least 1, got {self.max_recv_rows!r}",
+        )
+
+    @property
+    def num_local_experts(self) -> int:
+        """Experts that one rank holds."""
+        return self.num_experts // self.num_ranks
+
+    @property
+    def recv_rows(self) -> int:
+        """Rows (one per token and k) that the receive region of a rank holds."""
+        worst = self.num_ranks * self.max_tokens * self.top_k
+        return worst if self.max_recv_rows is None else min(self.max_recv_rows, worst)
+
+    @property
+    def is_resolved(self) -> bool:
+        """True once ``format`` and ``act`` are decided."""
+        return self.format != "auto" and self.act != "auto"
+
+    def with_(self, **changes: object) -> Problem:
+        """A copy with some fields replaced, checked again."""
+        return replace(self, **changes)

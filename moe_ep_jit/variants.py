@@ -1,0 +1,228 @@
+"""The dispatcher: which arch, which format and activations, and which rung of the ladder.
+
+Formats are decided once, when weights are prepared; per call only the rung is chosen, on the host.
+The arch is a folder under ``kernels/``; this file is the one place that turns one into the other.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from moe_ep_jit.problem import ACTS, ARCHES, Problem, check
+
+#: What a checkpoint may hold, by the names that ``choose_variant`` takes -> what it counts as.
+SOURCES = {
+    "mxfp8": "mxfp8",
+    "fp8": "mxfp8",
+    "nvfp4": "nvfp4",
+    **dict.fromkeys(("float", "bf16", "fp16", "fp32", "fp64"), "float"),
+    **dict.fromkeys(("bfloat16", "float16", "float32", "float64"), "float"),
+}
+
+#: CUDA compute capability -> exact arch, for the arches that have kernels.
+_CAPABILITIES = {(9, 0): "sm_90a"}
+
+#: Above this many rows an expert, arithmetic rules and not the weights' bytes, on Hopper.
+_COMPUTE_BOUND_ROWS = 90
+
+_NO_KERNELS = (
+    'pass backend="reference" to run the PyTorch reference there, or use one of the GPUs that have '
+    f"kernels ({', '.join(ARCHES)})"
+)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What ``choose_variant`` decided.
+
+    problem  with ``format`` and ``act`` resolved
+    name     "<arch folder or reference>-<format>-<act>", as in "sm90-nvfp4-bf16"
+    reason   why, in one line
+    """
+
+    problem: Problem
+    name: str
+    reason: str
+
+
+def detect_arch(device: torch.device | str | None = None) -> str | None:
+    """The exact arch whose kernels ``device`` runs ("sm_90a"); None where there are none (CPU).
+
+    ``MOE_EP_JIT_ARCH`` overrides what a CUDA device says of itself; ValueError for an unknown one.
+    """
+    device = default_device() if device is None else torch.device(device)
+    if device.type != "cuda":
+        return None
+    override = os.environ.get("MOE_EP_JIT_ARCH")
+    if override:
+        check_arch(override, "MOE_EP_JIT_ARCH")
+        return override
+    return _CAPABILITIES.get(torch.cuda.get_device_capability(device))
+
+
+def default_device() -> torch.device:
+    """The current CUDA device where there is one, else the CPU."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def check_arch(arch: str, name: str = "arch") -> None:
+    """ValueError unless ``arch`` has kernels; the message lists those that do."""
+    check(
+        arch in ARCHES,
+        f"{name}: expected one of {', '.join(ARCHES)} (exact, and with kernels), got {arch!r}",
+    )
+
+
+def resolve_backend(device: torch.device, backend: str = "auto") -> str | None:
+    """The arch whose kernels serve ``device``, or None for the reference.
+
+    backend  "auto": kernels on CUDA, the reference on the CPU; "reference": the reference anywhere
+    RuntimeError on a CUDA device whose arch has no kernels.
+    """
+    check(
+        backend in ("auto", "reference"),
+        f'backend: expected "auto" or "reference", got {backend!r}',
+    )
+    if backend == "reference" or device.type == "cpu":
+        return None
+    arch = detect_arch(device) if device.type == "cuda" else None
+    if arch is None:
+        raise RuntimeError(f"{describe_device(device)}: no kernels for it; {_NO_KERNELS}")
+    return arch
+
+
+def describe_device(device: torch.device) -> str:
+    """The device in words, for messages: "cuda:0 (NVIDIA H200, sm_90)"."""
+    if device.type != "cuda":
+        return str(device)
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"{device} ({torch.cuda.get_device_name(device)}, sm_{major}{minor})"
+
+
+def kernels_folder(arch: str) -> str:
+    """The folder under ``kernels/`` that holds ``arch``'s code: "sm_90a" -> "sm90"."""
+    check_arch(arch)
+    return ARCHES[arch]
+
+
+def kernels_module(arch: str, name: str) -> ModuleType:
+    """Module ``name`` of the arch's folder, as in ``kernels_module("sm_90a", "config")``."""
+    return import_module(f"moe_ep_jit.kernels.{kernels_folder(arch)}.{name}")
+
+
+def operand_of(problem: Problem) -> str:
+    """What the MMA's token side is for the problem's format and act: "e4m3" or "bf16".
+
+    act="auto" counts as the Hopper default. ValueError while ``format`` is "auto".
+    """
+    check(
+        problem.format != "auto",
+        'format: "auto" is decided by prepare_weights; use weights.problem (or pass operand="e4m3" '
+        'or "bf16" to size memory before that)',
+    )
+    act = ACTS[problem.format][0] if problem.act == "auto" else problem.act
+    # NVFP4 weights are expanded to 16 bits whatever the activations are.
+    return "e4m3" if problem.format == "mxfp8" and act == "mxfp8" else "bf16"
+
+
+def choose_variant(
+    problem: Problem,
+    arch: str | None,
+    source_formats: Iterable[str] = (),
+    expected_tokens: int | None = None,
+) -> Variant:
+    """Resolve ``format`` and ``act`` and say why.
+
+    arch             "sm_90a", or None for the reference, which takes Hopper's defaults
+    source_formats   what the checkpoint holds: names out of ``SOURCES``; () counts as "float"
+    expected_tokens  tokens of a typical call; only words the reason, accuracy decides
+    ValueError for a source or an arch that is not known.
+    """
+    if arch is not None:
+        check_arch(arch)
+    sources = [str(name).removeprefix("torch.") for name in source_formats] or ["float"]
+    for name in sources:
+        check(
+            name in SOURCES,
+            f"source_formats: expected names out of {', '.join(SOURCES)}, got {name!r}",
+        )
+    held = {SOURCES[name] for name in sources}
+    reasons = []
+    fmt = problem.format
+    if fmt == "auto":
+        fmt, why = _choose_format(problem, held, expected_tokens)
+        reasons.append(why)
+    else:
+        reasons.append(f"{fmt} weights as the problem says" + _requantized(fmt, held))
+    act = problem.act
+    if act == "auto":
+        act = ACTS[fmt][0]
+        if fmt == "mxfp8":
+            reasons.append("mxfp8 activations: the FP8 tensor cores take both sides")
+        else:
+            reasons.append(
+                "bf16 activations: 4-bit weights expand to 16 bits exactly, as accurate as any"
+            )
+    else:
+        check(
+            act in ACTS[fmt],
+            f"act: expected one of {ACTS[fmt]} for the chosen format {fmt!r}, got {act!r}",
+        )
+        reasons.append(f"{act} activations as the problem says")
+    folder = "reference" if arch is None else ARCHES[arch]
+    return Variant(
+        problem=problem.with_(format=fmt, act=act),
+        name=f"{folder}-{fmt}-{act}",
+        reason="; ".join(reasons),
+    )
+
+
+def _choose_format(
+    problem: Problem, held: set[str], expected_tokens: int | None
+) -> tuple[str, str]:
+    """The format for format="auto" and the reason, from what the checkpoint holds."""
+    if held == {"nvfp4"}:
+        return "nvfp4", "nvfp4 weights: the checkpoint's own format, nothing is requantized"
+    if held == {"mxfp8"}:
+        return "mxfp8", "mxfp8 weights: the checkpoint's own format, nothing is requantized"
+    if held != {"float"}:
+        mixed = " and ".join(sorted(held))
+        return "mxfp8", f"mxfp8 weights: the checkpoint mixes {mixed}, and mxfp8 loses least"
+    why = "mxfp8 weights: a float checkpoint keeps most accuracy so"
+    if expected_tokens is not None:
+        rows = expected_tokens * problem.top_k / problem.num_experts
+        if rows < _COMPUTE_BOUND_ROWS:
+            why += f' (at about {rows:.3g} rows an expert format="nvfp4" would read half the bytes)'
+        else:
+            why += f" and is the faster one at about {rows:.3g} rows an expert"
+    return "mxfp8", why
+
+
+def _requantized(fmt: str, held: set[str]) -> str:
+    foreign = sorted(held - {fmt, "float"})
+    return f", requantized from {' and '.join(foreign)}" if foreign else ""
+
+
+def ladder(arch: str, operand: str) -> tuple[Any, ...]:
+    """Every rung that ``choose_rung`` can pick for an operand ("e4m3" or "bf16") on ``arch``."""
+    check(operand in ("e4m3", "bf16"), f'operand: expected "e4m3" or "bf16", got {operand!r}')
+    return tuple(kernels_module(arch, "config").ladder(operand))
+
+
+def choose_rung(problem: Problem, arch: str, tokens: int, operand: str | None = None) -> Any:
+    """The rung (``kernels/<folder>/config.py``'s Config) for a call of ``tokens`` rows.
+
+    Arithmetic on tokens, top_k and the local experts alone: every rung is right for any counts.
+    operand  None: what the problem's format and act give
+    """
+    operand = operand_of(problem) if operand is None else operand
+    return kernels_module(arch, "config").choose_config(problem, operand, tokens)

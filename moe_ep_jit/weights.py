@@ -1,0 +1,481 @@
+"""One-time preparation of a layer's expert weights, from a checkpoint's form to the kernels' own.
+
+A source is read in slabs of rows: selected (which undoes the checkpoint's gate/up order), brought
+to the problem's format, folded where the kind asks for it, and packed straight into the result, so
+that the memory in use stays below one expert above source and result.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moe_ep_jit import formats, variants
+from moe_ep_jit.checkpoint import (
+    MATRICES,
+    Source,
+    as_bytes,
+    as_operand,
+    check_matrices,
+    device_of,
+    format_name,
+    gate_first_rows,
+    matrix_shape,
+    open_sources,
+    scan,
+    small_tensors,
+)
+from moe_ep_jit.formats import MXFP8, NVFP4, BlockScaled
+from moe_ep_jit.kernels.sm90 import packing
+from moe_ep_jit.kernels.sm90.packing import Rows
+from moe_ep_jit.problem import ARCHES, Problem, SwiGLU, check
+
+#: Version of the files of ``save_prepared``; raised when the tensors' meaning changes.
+FILE_VERSION = 1
+_FILE_MARK = "moe_ep_jit prepared weights"
+
+#: Folding is accepted while no 32-block loses more than the format's own rounding ...
+FOLD_BLOCK_LIMIT = 2.65e-2
+#: ... and the whole matrix loses less than this (relative L2).
+FOLD_WHOLE_LIMIT = 1e-4
+
+_FOLDS = {"mxfp8_row": "row", "mxfp8_group128": "group128", "mxfp8_exact": "exact"}
+
+
+@dataclass(eq=False)
+class PreparedWeights:
+    """The weights of one rank's experts as the kernels (or the reference) read them.
+
+    problem  with ``format`` and ``act`` resolved
+    layout   "sm90" (``kernels/sm90/packing.py``) or "plain" (the reference's: block-scaled, gate
+             rows first)
+    arch     exact arch of the kernels, None for "plain"
+    kind     "mxfp8_row", "mxfp8_group128", "mxfp8_exact" or "nvfp4"; None for "plain"
+    variant  what the dispatcher chose: name and reason
+    report   JSON-able: kind, reason, measured fold losses, requantized sources
+    tensors  by name; their addresses stay for the object's life, ``update_weights`` included
+    """
+
+    problem: Problem
+    layout: str
+    arch: str | None
+    kind: str | None
+    variant: variants.Variant
+    tensors: dict[str, torch.Tensor]
+    report: dict[str, Any] = field(default_factory=dict)
+    rank: int = 0
+
+    @property
+    def operand(self) -> str:
+        """What the MMA's token side is: "e4m3" or "bf16"."""
+        return packing.OPERANDS[self.kind] if self.kind else variants.operand_of(self.problem)
+
+    @property
+    def fold(self) -> str | None:
+        """How MXFP8 scales were folded: "row", "group128", "exact" (not at all); else None."""
+        return _FOLDS.get(self.kind)
+
+    @property
+    def device(self) -> torch.device:
+        return self.tensors["w13"].device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(t.nbytes for t in self.tensors.values())
+
+    @property
+    def h_global_scale(self) -> torch.Tensor | None:
+        """fp32 [E/R]: second-level scale of the NVFP4 intermediate; None unless act is "nvfp4"."""
+        return self.tensors.get("h_global_scale")
+
+    def block_scaled(self, name: str, expert: int) -> BlockScaled:
+        """One expert's "w13" [2I, H] (gate rows, then up rows) or "w2" [H, I], as multiplied.
+
+        Folded MXFP8 comes with the folded exponent repeated for each 32-block.
+        """
+        rows, k = matrix_shape(self.problem, name)
+        check(
+            isinstance(expert, int) and 0 <= expert < self.problem.num_local_experts,
+            f"expert: expected 0..{self.problem.num_local_experts - 1}, got {expert!r}",
+        )
+        data, sf = self.tensors[name][expert], self.tensors[f"{name}_sf"][expert]
+        if self.layout == "plain":
+            global_scale = self.tensors.get(f"{name}_global_scale")
+            global_scale = None if global_scale is None else global_scale[expert]
+            return as_operand(self.problem.format, Rows(data, sf), global_scale)
+        packed, global_scale = packing.unpack_rows(self.kind, data, sf)
+        order = gate_first_rows(self.problem, name, self.device)
+        data, sf = packed.data[order], packed.sf[order]
+        if self.kind in packing.FOLD_GROUPS:
+            sf = sf.repeat_interleave((packing.FOLD_GROUPS[self.kind] or k) // MXFP8.sf_block, 1)
+        if self.kind == "nvfp4":
+            data, sf = data[:, : k // 2], sf[:, : k // NVFP4.sf_block]
+            return as_operand("nvfp4", Rows(data, sf), global_scale[order])
+        return as_operand("mxfp8", Rows(data[:, :k], sf[:, : k // MXFP8.sf_block]), None)
+
+    def dequantize(self, name: str, expert: int | None = None) -> torch.Tensor:
+        """fp32 "w13" [E/R, 2I, H] (gate rows, then up rows) or "w2" [E/R, H, I].
+
+        expert  None: all; else that one alone, without the first dimension
+        """
+        if expert is not None:
+            return formats.dequantize(self.block_scaled(name, expert))
+        experts = self.problem.num_local_experts
+        out = torch.empty(experts, *matrix_shape(self.problem, name), device=self.device)
+        for e in range(experts):
+            out[e] = self.dequantize(name, e)
+        return out
+
+    def bias(self, name: str) -> torch.Tensor | None:
+        """fp32 bias of "w13" [E/R, 2I] (gate, then up) or "w2" [E/R, H]; None without one."""
+        matrix_shape(self.problem, name)
+        packed = self.tensors.get(f"{name}_bias")
+        if packed is None or self.layout == "plain":
+            return packed
+        return packed[:, gate_first_rows(self.problem, name, self.device)]
+
+    def to(self, device: torch.device | str) -> PreparedWeights:
+        """The same weights with every tensor on ``device``."""
+        tensors = {name: t.to(device) for name, t in self.tensors.items()}
+        return PreparedWeights(
+            self.problem, self.layout, self.arch, self.kind, self.variant, tensors,
+            dict(self.report), self.rank,
+        )  # fmt: skip
+
+
+def prepare_weights(
+    w13: torch.Tensor | BlockScaled,
+    w2: torch.Tensor | BlockScaled,
+    problem: Problem,
+    *,
+    rank: int = 0,
+    w13_bias: torch.Tensor | None = None,
+    w2_bias: torch.Tensor | None = None,
+    gate_up: str | int = "gate_first",
+    h_global_scale: float | torch.Tensor | None = None,
+    arch: str | None = None,
+    backend: str = "auto",
+    expected_tokens: int | None = None,
+) -> PreparedWeights:
+    """Bring one rank's experts into the form that the arch's kernels read; once per layer.
+
+    Eleven parameters, because a checkpoint differs in that many ways; all but three have defaults.
+
+    w13              [E/R, 2I, H] bf16, fp16 or fp32, or BlockScaled of either format
+    w2               [E/R, H, I], the same
+    w13_bias         [E/R, 2I] any float type, when problem.bias; rows in w13's order
+    w2_bias          [E/R, H]
+    gate_up          order of w13's rows: "gate_first", "up_first", or n: n gate, n up rows, ...
+    h_global_scale   act "nvfp4" only: fp32 [] or [E/R], the checkpoint's input_scale of w2;
+                     None: 2^-8
+    arch             exact arch to pack for ("sm_90a"), CPU tensors too; None: the device's own
+    backend          "auto", or "reference" for the PyTorch reference's plain layout
+    expected_tokens  tokens of a typical call, for format="auto"
+    ValueError, TypeError: what does not fit; NaN or Inf in the weights, naming the experts.
+    RuntimeError: CUDA tensors on an arch without kernels.
+    """
+    check(0 <= rank < problem.num_ranks, f"rank: expected 0..{problem.num_ranks - 1}, got {rank}")
+    check_matrices(w13, w2, problem)
+    device = device_of(w13)
+    if arch is None:
+        arch = variants.resolve_backend(device, backend)
+    else:
+        variants.check_arch(arch)
+        check(
+            backend == "auto",
+            f'backend: expected "auto" together with arch={arch!r}, got {backend!r}; drop one',
+        )
+    held = tuple(format_name(w) for w in (w13, w2))
+    variant = variants.choose_variant(problem, arch, held, expected_tokens)
+    problem = variant.problem
+    layout = "plain" if arch is None else ARCHES[arch]
+    sources = open_sources(w13, w2, problem, gate_up, layout)
+    small = small_tensors(problem, w13_bias, w2_bias, gate_up, h_global_scale, layout, device)
+    scan(sources, problem.format)
+    kind, losses = _choose_kind(sources, problem, layout)
+
+    tensors = {
+        name: torch.empty(shape, dtype=dtype, device=device)
+        for name, (shape, dtype) in _tensor_specs(problem, kind).items()
+    }
+    for name, value in small.items():
+        tensors[name].copy_(value)
+    for source in sources:
+        _write(source, problem.format, kind, tensors)
+    report = {"kind": kind, "reason": variant.reason, "fold": losses, "warnings": []}
+    _report_requantized(report, held, problem.format)
+    return PreparedWeights(problem, layout, arch, kind, variant, tensors, report, rank)
+
+
+def update_weights(
+    prepared: PreparedWeights,
+    w13: torch.Tensor | BlockScaled,
+    w2: torch.Tensor | BlockScaled,
+    *,
+    w13_bias: torch.Tensor | None = None,
+    w2_bias: torch.Tensor | None = None,
+    gate_up: str | int = "gate_first",
+    h_global_scale: float | torch.Tensor | None = None,
+) -> None:
+    """Replace prepared weights in place: addresses stay, so captured graphs use the new values.
+
+    Arguments as in ``prepare_weights``; ``h_global_scale=None`` keeps the present one. Everything
+    is checked before the first byte changes. ValueError as there, and where the new weights'
+    exponents spread too far for the present fold kind.
+    """
+    problem, kind = prepared.problem, prepared.kind
+    check_matrices(w13, w2, problem)
+    check(
+        device_of(w13) == prepared.device,
+        f"w13: expected on {prepared.device} like the prepared weights, got {device_of(w13)}; "
+        "move it there first",
+    )
+    if h_global_scale is None:
+        h_global_scale = prepared.h_global_scale
+    sources = open_sources(w13, w2, problem, gate_up, prepared.layout)
+    small = small_tensors(
+        problem, w13_bias, w2_bias, gate_up, h_global_scale, prepared.layout, prepared.device
+    )
+    scan(sources, problem.format)
+    if kind in packing.FOLD_GROUPS:
+        losses = {source.name: _measure_fold(source, problem.format, kind) for source in sources}
+        check(
+            _fold_is_small(losses),
+            f"weights: folding as {kind} would lose too much on the new values ({losses}; allowed "
+            f"{FOLD_BLOCK_LIMIT} a block, {FOLD_WHOLE_LIMIT} on the whole), and the kernels in use "
+            "are built for that kind; call prepare_weights, then warmup, and capture graphs again",
+        )
+        prepared.report["fold"][kind] = losses
+    for name, value in small.items():
+        prepared.tensors[name].copy_(value)
+    for source in sources:
+        _write(source, problem.format, kind, prepared.tensors)
+    prepared.report["warnings"] = []
+    _report_requantized(prepared.report, tuple(format_name(w) for w in (w13, w2)), problem.format)
+
+
+def save_prepared(prepared: PreparedWeights, path: str | os.PathLike) -> None:
+    """Write prepared weights to one file; an older file is replaced whole or not at all."""
+    path = Path(path)
+    state = {
+        "mark": _FILE_MARK,
+        "version": FILE_VERSION,
+        "problem": asdict(prepared.problem),
+        "layout": prepared.layout,
+        "arch": prepared.arch,
+        "kind": prepared.kind,
+        "variant": {"name": prepared.variant.name, "reason": prepared.variant.reason},
+        "report": prepared.report,
+        "rank": prepared.rank,
+        "tensors": {name: t.cpu() for name, t in prepared.tensors.items()},
+    }
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        torch.save(state, temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def load_prepared(
+    path: str | os.PathLike,
+    device: torch.device | str = "cpu",
+    problem: Problem | None = None,
+) -> PreparedWeights:
+    """Read a file of ``save_prepared`` onto ``device``.
+
+    problem  None: the file's; else it must describe the same weights, and its max_tokens, top_k and
+             activation constants are taken
+    ValueError for a file that is truncated, foreign, of another version, or does not fit.
+    """
+    path = Path(path)
+    again = "run prepare_weights and save_prepared again"
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such file; {again}")
+    try:
+        # Mapped, so that a tensor's pages are read once, on their way to the device.
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # torch raises whatever its zip and pickle readers do
+        why = str(error).split("\n", 1)[0][:200]
+        raise ValueError(
+            f"{path}: truncated, or not a file of save_prepared ({why}); {again}"
+        ) from error
+    check(
+        isinstance(state, dict) and state.get("mark") == _FILE_MARK,
+        f"{path}: expected a file of save_prepared, got other torch data; {again}",
+    )
+    check(
+        state.get("version") == FILE_VERSION,
+        f"{path}: expected version {FILE_VERSION}, got {state.get('version')!r}; {again}",
+    )
+    try:
+        held = _checked_state(state)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{path}: damaged ({error}); {again}") from error
+    if problem is not None:
+        held.problem = _matching_problem(held.problem, problem)
+        held.variant = variants.Variant(held.problem, held.variant.name, held.variant.reason)
+    # A copy also on the CPU: the mapping must not outlive the file's name.
+    held.tensors = {name: t.to(device, copy=True) for name, t in held.tensors.items()}
+    return held
+
+
+# Kind and fold
+
+
+def _choose_kind(
+    sources: tuple[Source, ...], problem: Problem, layout: str
+) -> tuple[str | None, dict[str, Any]]:
+    """The kind of both matrices and the fold losses measured on the way, by kind and matrix."""
+    if layout == "plain":
+        return None, {}
+    if problem.format == "nvfp4":
+        return "nvfp4", {}
+    losses = {}
+    if problem.act == "mxfp8":
+        for kind in packing.FOLD_GROUPS:
+            losses[kind] = {
+                source.name: _measure_fold(source, problem.format, kind) for source in sources
+            }
+            if _fold_is_small(losses[kind]):
+                return kind, losses
+    return "mxfp8_exact", losses
+
+
+def _fold_is_small(losses: dict[str, dict[str, float]]) -> bool:
+    return all(
+        loss["worst_block"] <= FOLD_BLOCK_LIMIT and loss["whole"] < FOLD_WHOLE_LIMIT
+        for loss in losses.values()
+    )
+
+
+def _measure_fold(source: Source, fmt: str, kind: str) -> dict[str, float]:
+    """Relative L2 error that folding adds: of the worst 32-block, and of the whole matrix."""
+    device = device_of(source.tensor)
+    worst = torch.zeros((), device=device)
+    lost, total = torch.zeros(2, dtype=torch.float64, device=device)
+    for expert in range(source.tensor.shape[0]):
+        for start, end in source.slabs():
+            rows, _ = source.block_scaled(expert, start, end, fmt)
+            q = as_operand(fmt, rows, None)
+            loss = formats.fold_loss(q, formats.fold(q, packing.FOLD_GROUPS[kind]))
+            worst = torch.maximum(worst, loss.amax())
+            values = q.data.float().view(*rows.sf.shape, MXFP8.sf_block)
+            energy = values.square_().sum(2).double() * torch.exp2(2 * (rows.sf.double() - 127))
+            lost += (loss.double().square() * energy).sum()
+            total += energy.sum()
+    whole = (lost / total).sqrt().nan_to_num(0.0)
+    return {"worst_block": float(worst), "whole": float(whole)}
+
+
+def _write(source: Source, fmt: str, kind: str | None, tensors: dict[str, torch.Tensor]) -> None:
+    """Bring every row of one matrix into the prepared tensors."""
+    out, out_sf = tensors[source.name], tensors[f"{source.name}_sf"]
+    for expert in range(source.tensor.shape[0]):
+        for start, end in source.slabs():
+            rows, scale = source.block_scaled(expert, start, end, fmt)
+            if kind is None:
+                out[expert, start:end].view(torch.uint8).copy_(rows.data)
+                out_sf[expert, start:end].view(torch.uint8).copy_(rows.sf)
+                if scale is not None:
+                    tensors[f"{source.name}_global_scale"][expert, start:end] = scale
+                continue
+            if kind in packing.FOLD_GROUPS:
+                q = as_operand(fmt, rows, None)
+                folded = formats.fold(q, packing.FOLD_GROUPS[kind])
+                rows = Rows(as_bytes(folded.data), as_bytes(folded.sf))
+            blobs, scales = packing.pack_rows(kind, rows, scale)
+            first = start // packing.TILE_M
+            out[expert, first : first + len(blobs)] = blobs
+            out_sf[expert][..., start : start + scales.shape[-1]] = scales
+
+
+def _report_requantized(report: dict[str, Any], held: tuple[str, ...], fmt: str) -> None:
+    foreign = [
+        f"{name} from {source}"
+        for name, source in zip(MATRICES, held, strict=True)
+        if source in formats.BY_NAME and source != fmt
+    ]
+    if foreign:
+        report["warnings"].append(
+            f"requantized to {fmt}: {', '.join(foreign)}; both formats' rounding errors add up"
+        )
+
+
+# Tensors and files
+
+
+def _tensor_specs(
+    problem: Problem, kind: str | None
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Name -> (shape, dtype) of every prepared tensor; kind None: the plain layout."""
+    if kind is not None:
+        return packing.tensor_specs(problem, kind)
+    experts, fmt = problem.num_local_experts, formats.BY_NAME[problem.format]
+    specs = {}
+    for name in MATRICES:
+        rows, k = matrix_shape(problem, name)
+        if fmt is NVFP4:
+            specs[name] = ((experts, rows, k // 2), torch.uint8)
+            specs[f"{name}_global_scale"] = ((experts, rows), torch.float32)
+        else:
+            specs[name] = ((experts, rows, k), torch.float8_e4m3fn)
+        specs[f"{name}_sf"] = ((experts, rows, k // fmt.sf_block), fmt.sf_dtype)
+        if problem.bias:
+            specs[f"{name}_bias"] = ((experts, rows), torch.float32)
+    if problem.act == "nvfp4":
+        specs["h_global_scale"] = ((experts,), torch.float32)
+    return specs
+
+
+def _checked_state(state: dict[str, Any]) -> PreparedWeights:
+    """A loaded file's content as PreparedWeights, every fact compared; else ValueError."""
+    facts = dict(state["problem"])
+    problem = Problem(**{**facts, "activation": SwiGLU(**facts["activation"])})
+    layout, arch, kind = state["layout"], state["arch"], state["kind"]
+    check(problem.is_resolved, "its problem is not resolved")
+    if layout == "plain":
+        check(arch is None and kind is None, f"plain layout with arch={arch!r}, kind={kind!r}")
+    else:
+        check(ARCHES.get(arch) == layout, f"layout {layout!r} for arch {arch!r}")
+        fitting = [k for k in packing.OPERANDS if k.startswith(problem.format)]
+        if problem.act != "mxfp8" and problem.format == "mxfp8":
+            fitting = ["mxfp8_exact"]
+        check(kind in fitting, f"kind: expected one of {fitting}, got {kind!r}")
+    tensors, specs = state["tensors"], _tensor_specs(problem, kind)
+    check(
+        tensors.keys() == specs.keys(),
+        f"tensors: expected {sorted(specs)}, got {sorted(tensors)}",
+    )
+    for name, (shape, dtype) in specs.items():
+        held = tensors[name]
+        check(
+            tuple(held.shape) == shape and held.dtype == dtype,
+            f"{name}: expected {list(shape)} {dtype}, got {list(held.shape)} {held.dtype}",
+        )
+    variant = variants.Variant(problem, state["variant"]["name"], state["variant"]["reason"])
+    return PreparedWeights(
+        problem, layout, arch, kind, variant, dict(tensors), state["report"], state["rank"]
+    )
+
+
+def _matching_problem(held: Problem, wanted: Problem) -> Problem:
+    """``wanted`` with the file's format and act; ValueError where they are for another problem."""
+    for name in ("hidden", "intermediate", "num_experts", "num_ranks", "bias"):
+        check(
+            getattr(held, name) == getattr(wanted, name),
+            f"problem.{name}: expected {getattr(wanted, name)}, the file holds weights for "
+            f"{getattr(held, name)}; load the right file or prepare the weights again",
+        )
+    for name in ("format", "act"):
+        check(
+            getattr(wanted, name) in ("auto", getattr(held, name)),
+            f"problem.{name}: expected {getattr(wanted, name)!r}, the file holds "
+            f"{getattr(held, name)!r}; prepare the weights again",
+        )
+    return wanted.with_(format=held.format, act=held.act)

@@ -1,0 +1,382 @@
+"""The memory of a forward: regions, output buffers, error record; all taken at construction."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterable
+from math import prod
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from moe_ep_jit import layout, variants
+from moe_ep_jit.problem import Problem, check
+
+if TYPE_CHECKING:
+    from moe_ep_jit.weights import PreparedWeights
+
+_DTYPES = {
+    "u8": torch.uint8,
+    "i32": torch.int32,
+    "f32": torch.float32,
+    "bf16": torch.bfloat16,
+}
+_BF16_BYTES = 2
+
+_TWO_STREAMS = (
+    "a call on this workspace started before the one before it had finished, so both results are "
+    "lost: a workspace serves one stream at a time. Use one Workspace a stream (two-batch overlap "
+    "takes two), or order the streams with events. The workspace is usable again"
+)
+
+
+class Workspace:
+    """All memory that ``moe_forward`` uses, for one layer or for several that share it.
+
+    problem   the layer's ``Problem``, or several: regions are sized by the largest of them
+    group     None, or a ``torch.distributed`` group of one rank
+    device    None: the current CUDA device where there is one, else the CPU
+    backend   "auto": kernels on CUDA, the reference on the CPU; "reference": the reference anywhere
+    debug     two output buffers alternate, and the one before is filled with NaN by the next call;
+              None: what ``MOE_EP_JIT_DEBUG`` says
+    operand   "e4m3" or "bf16", where weights turned out to need another than the problem's own
+              (``weights.operand``); None: ``variants.operand_of(problem)``
+
+    A workspace serves one stream at a time. A result that is a view of ``output`` dies with the
+    next call of any layer that shares the workspace; its memory stays valid as long as the view.
+    ValueError for a caller's mistake; RuntimeError on a CUDA device that has no kernels.
+    """
+
+    def __init__(
+        self,
+        problem: Problem | Iterable[Problem],
+        group: object | None = None,
+        *,
+        device: torch.device | str | None = None,
+        backend: str = "auto",
+        debug: bool | None = None,
+        operand: str | None = None,
+    ) -> None:
+        self._closed = True  # until everything below has succeeded
+        self.problems = _problems(problem)
+        _check_group(group)
+        device = variants.default_device() if device is None else torch.device(device)
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        self.device = device
+        self.arch = variants.resolve_backend(device, backend)
+        if debug is None:
+            debug = os.environ.get("MOE_EP_JIT_DEBUG", "") not in ("", "0")
+        self.debug = bool(debug)
+        sizes = [layout.workspace_bytes(p, _operand(p, operand)) for p in self.problems]
+        self.operand = operand
+        self.nbytes_regions = max(sizes) if self.arch is not None else 0
+        #: The round that the stage functions have begun: api.Round, None between calls.
+        self.round: Any = None
+        #: What the reference's stages leave for the next: reference.Stages.
+        self.reference: Any = None
+        #: launch.Binding by the id of its weights.
+        self.bindings: dict[int, Any] = {}
+        #: Host functions that warmup or a call has loaded, by what launch.py names them.
+        self.functions: dict[tuple[Any, ...], Any] = {}
+        self._streams: set[int] = set()
+        #: Which of the output buffers holds the newest result.
+        self.turn = 0
+        self._allocate()
+        self._closed = False
+
+    def _allocate(self) -> None:
+        """Take everything; on a GPU wait until ``control`` is zero, whatever stream comes next."""
+        elements = max(p.max_tokens * p.hidden for p in self.problems)
+        try:
+            self._outputs = [
+                torch.empty(elements, dtype=torch.bfloat16, device=self.device)
+                for _ in range(2 if self.debug else 1)
+            ]
+            raw = torch.empty(
+                self.nbytes_regions + (layout.REGION_ALIGN if self.nbytes_regions else 0),
+                dtype=torch.uint8,
+                device=self.device,
+            )
+        except torch.OutOfMemoryError as error:
+            need = self.nbytes_regions + elements * _BF16_BYTES * (2 if self.debug else 1)
+            raise torch.OutOfMemoryError(
+                f"Workspace: {need} bytes do not fit on {self.device}; lower max_tokens or bound "
+                "max_recv_rows (Workspace.bytes_needed tells the size beforehand)"
+            ) from error
+        if self.debug:
+            for output in self._outputs:
+                output.fill_(float("nan"))
+        start = -raw.data_ptr() % layout.REGION_ALIGN if self.nbytes_regions else 0
+        self._regions = raw[start : start + self.nbytes_regions]
+        self._record = torch.zeros(
+            layout.ERROR_WORDS, dtype=torch.int32, pin_memory=self.arch is not None
+        )
+        # Read on every call: a ctypes view costs 0.1 us, Tensor.item() ten times that.
+        self._error = (ctypes.c_int32 * layout.ERROR_WORDS).from_address(self._record.data_ptr())
+        if self.arch is not None:
+            self.control().zero_()
+            torch.cuda.current_stream(self.device).synchronize()
+
+    @staticmethod
+    def bytes_needed(
+        problem: Problem | Iterable[Problem], operand: str | None = None, debug: bool = False
+    ) -> int:
+        """Bytes of device memory that a workspace for ``problem`` takes, its output included.
+
+        Known before anything is allocated and independent of how many layers share the workspace.
+        """
+        problems = _problems(problem)
+        regions = max(layout.workspace_bytes(p, _operand(p, operand)) for p in problems)
+        output = max(p.max_tokens * p.hidden for p in problems) * _BF16_BYTES
+        return regions + layout.REGION_ALIGN + output * (2 if debug else 1)
+
+    @property
+    def closed(self) -> bool:
+        """True once ``close`` has given the memory back."""
+        return self._closed
+
+    @property
+    def output(self) -> torch.Tensor:
+        """The buffer of the newest result, bf16 [max_tokens, hidden] of the first problem."""
+        return self.output_of(self.problems[0])
+
+    def output_of(self, problem: Problem) -> torch.Tensor:
+        """The buffer of the newest result as ``problem`` sees it, bf16 [max_tokens, hidden]."""
+        return self.outputs_of(problem)[self.turn]
+
+    def outputs_of(self, problem: Problem) -> list[torch.Tensor]:
+        """All output buffers as ``problem`` sees them: one, or two in debug mode."""
+        self._check_open()
+        shape = (problem.max_tokens, problem.hidden)
+        return [output[: prod(shape)].view(shape) for output in self._outputs]
+
+    @property
+    def base_address(self) -> int:
+        """Address of the first region."""
+        return self._regions.data_ptr()
+
+    @property
+    def error_address(self) -> int:
+        """Address of the error record: pinned, so the device knows it by the same one."""
+        return self._record.data_ptr()
+
+    def views(self, problem: Problem | None = None, operand: str | None = None) -> dict[str, Any]:
+        """Named tensors over the workspace's own memory, as ``problem`` (None: the first) sees it.
+
+        "output" always; on a GPU every region of ``layout.regions`` too (e4m3 values as uint8).
+        """
+        problem = self.problems[0] if problem is None else problem
+        named = {"output": self.output_of(problem)}
+        if self.arch is None:
+            return named
+        operand = operand or self.operand or variants.operand_of(problem)
+        self._check_fits(problem, operand)
+        for name, region in layout.regions(problem, operand).items():
+            flat = self._regions[region.offset : region.offset + region.nbytes]
+            named[name] = flat.view(_DTYPES[region.dtype]).view(region.shape)
+        return named
+
+    def control(self) -> torch.Tensor:
+        """The control words, int32 [CONTROL_WORDS]: the first region whatever the problem is."""
+        return self._regions[: layout.CONTROL_WORDS * 4].view(torch.int32)
+
+    def problem_of(self, weights: PreparedWeights) -> Problem:
+        """The workspace's problem that ``weights`` were prepared for, with format and act resolved.
+
+        Capacities (max_tokens, max_recv_rows) are the workspace's and may differ from those that
+        the weights were prepared with. ValueError where no problem fits.
+        """
+        fits = [p for p in self.problems if _matches(p, weights.problem)]
+        check(
+            bool(fits),
+            f"weights: prepared for {weights.problem}, but the workspace serves "
+            f"{', '.join(map(str, self.problems))}; build Workspace([..., weights.problem])",
+        )
+        problem = max(fits, key=lambda p: p.max_tokens)
+        return problem.with_(format=weights.problem.format, act=weights.problem.act)
+
+    def check_weights(self, weights: PreparedWeights) -> None:
+        """ValueError unless this workspace's device, backend and size serve ``weights``."""
+        check(
+            torch.device(weights.device) == self.device,
+            f"weights: expected on the workspace's device {self.device}, got {weights.device}; "
+            "prepare or load them there",
+        )
+        problem = self.problem_of(weights)
+        if self.arch is None:
+            return
+        check(
+            weights.arch == self.arch,
+            f"weights: expected the layout of {self.arch}, got layout {weights.layout!r} of arch "
+            f"{weights.arch}; prepare them without backend='reference', or build the workspace "
+            "with backend='reference'",
+        )
+        self._check_fits(problem, weights.operand)
+
+    def _check_fits(self, problem: Problem, operand: str) -> None:
+        need = layout.workspace_bytes(problem, operand)
+        check(
+            need <= self.nbytes_regions,
+            f"workspace: {need} bytes are needed for operand {operand!r}, it has "
+            f"{self.nbytes_regions}; build Workspace(problem, operand=weights.operand)",
+        )
+
+    def begin(self) -> None:
+        """What every call does first: RuntimeError when closed or when a call before it failed."""
+        if self._closed:
+            self._check_open()
+        if self._error[layout.ERROR_CODE]:
+            self._raise_error()
+
+    def note_stream(self, handle: int) -> None:
+        """Keep the memory from being reused while work of stream ``handle`` is in flight."""
+        if handle in self._streams:
+            return
+        self._streams.add(handle)
+        stream = torch.cuda.current_stream(self.device)
+        for tensor in (self._regions, *self._outputs):
+            tensor.record_stream(stream)
+
+    def next_output(self) -> torch.Tensor | None:
+        """Turn to the other buffer in debug mode; the buffer that it leaves, else None."""
+        if not self.debug:
+            return None
+        stale = self._outputs[self.turn]
+        self.turn ^= 1
+        return stale
+
+    def check(self) -> None:
+        """Wait for the device and raise the RuntimeError that a call has recorded, if any."""
+        self._check_open()
+        if self.arch is not None and not torch.cuda.is_current_stream_capturing():
+            torch.cuda.synchronize(self.device)
+        self.begin()
+
+    def saturated_blocks(self) -> int:
+        """NVFP4 blocks of the intermediate whose scale saturated, since construction. Waits.
+
+        Counted by the kernels; the reference counts none.
+        """
+        self._check_open()
+        if self.arch is None:
+            return 0
+        return int(self.control()[layout.CONTROL_SATURATED].item())
+
+    def reset(self) -> None:
+        """Drop a round that the stage functions began and did not finish, on the current stream."""
+        self._check_open()
+        self.round = None
+        if self.arch is not None:
+            self._clear_tickets()
+
+    def close(self) -> None:
+        """Wait for the device and give the memory back; further calls raise. Twice is fine.
+
+        Views that were returned stay valid. Raises what a call has recorded, after closing.
+        """
+        if self._closed:
+            return
+        if self.arch is not None:
+            torch.cuda.synchronize(self.device)
+        code = self._error[layout.ERROR_CODE]
+        self._closed = True
+        self.round = None
+        self.bindings.clear()
+        self.functions.clear()
+        del self._error, self._record, self._regions, self._outputs
+        if code:
+            raise RuntimeError(_explain(code))
+
+    def __enter__(self) -> Workspace:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            self.close()
+        except RuntimeError:
+            if kind is None:  # else the body's own error is the one to see
+                raise
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else self.arch or "reference"
+        return f"Workspace({len(self.problems)} problem(s), {self.device}, {state})"
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("workspace: it is closed; build a new Workspace for further calls")
+
+    def _clear_tickets(self) -> None:
+        control = self.control()
+        for word in (
+            layout.CONTROL_ROUTE_TICKET,
+            layout.CONTROL_COMBINE_TICKET,
+            layout.CONTROL_IN_FLIGHT,
+        ):
+            control[word].zero_()
+
+    def _raise_error(self) -> None:
+        """Raise what the kernels recorded; clear it and the open round, so that work can go on."""
+        code = self._error[layout.ERROR_CODE]
+        if self.arch is not None and not torch.cuda.is_current_stream_capturing():
+            torch.cuda.synchronize(self.device)
+            self._clear_tickets()
+            torch.cuda.current_stream(self.device).synchronize()
+        self.round = None
+        self._record.zero_()
+        raise RuntimeError(_explain(code))
+
+
+def _explain(code: int) -> str:
+    if code == layout.ERROR_TWO_STREAMS:
+        return f"workspace: {_TWO_STREAMS}"
+    return f"workspace: a kernel recorded the unknown error {code}; report it as a bug"
+
+
+def _problems(problem: Problem | Iterable[Problem]) -> tuple[Problem, ...]:
+    problems = (problem,) if isinstance(problem, Problem) else tuple(problem)
+    check(bool(problems), "problem: expected a Problem or a list of them, got an empty list")
+    for p in problems:
+        if not isinstance(p, Problem):
+            raise TypeError(f"problem: expected Problem, got {type(p).__name__}")
+    return problems
+
+
+def _operand(problem: Problem, operand: str | None) -> str:
+    if operand is None:
+        return variants.operand_of(problem)
+    check(operand in ("e4m3", "bf16"), f'operand: expected "e4m3" or "bf16", got {operand!r}')
+    return operand
+
+
+def _matches(held: Problem, prepared: Problem) -> bool:
+    """Whether weights made for ``prepared`` are weights of ``held``; capacities do not matter."""
+    if held.format not in ("auto", prepared.format) or held.act not in ("auto", prepared.act):
+        return False
+    same = {"format": prepared.format, "act": prepared.act, "wire": prepared.wire}
+    same |= {"max_tokens": prepared.max_tokens, "max_recv_rows": prepared.max_recv_rows}
+    return held.with_(**same) == prepared
+
+
+def _check_group(group: object | None) -> None:
+    if group is None:
+        return
+    import torch.distributed as dist  # not built into every torch
+
+    if not (dist.is_available() and isinstance(group, dist.ProcessGroup)):
+        raise TypeError(
+            f"group: expected None or a torch.distributed group, got {type(group).__name__}"
+        )
+    ranks = dist.get_world_size(group)
+    check(
+        ranks == 1,
+        f"group: expected one rank (this version runs one), got {ranks}; pass group=None, or a "
+        "group of this rank alone",
+    )

@@ -1,0 +1,80 @@
+"""Devices, seeds and poisoned memory for every test.
+
+Markers: ``sm90``, ``sm100`` (needs a GPU of that arch), ``ranks(n)`` (needs n GPUs); whatever has
+none of them is ``cpu``. A test whose device is missing is skipped with the reason; ``--arch sm90``
+turns that skip into a failure, so that a run meant for a GPU cannot pass empty.
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+#: Marker -> the compute capability that it needs.
+ARCHES = {"sm90": (9, 0), "sm100": (10, 0)}
+DEVICE_MARKERS = (*ARCHES, "ranks")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("moe_ep_jit")
+    group.addoption("--seed", type=int, default=0, help="added to the seed of every test")
+    group.addoption(
+        "--arch", choices=sorted(ARCHES), help="fail, not skip, where a GPU of this arch is missing"
+    )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if not any(item.get_closest_marker(name) for name in DEVICE_MARKERS):
+            item.add_marker("cpu")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    for arch, capability in ARCHES.items():
+        reason = _missing_arch(arch, capability)
+        if item.get_closest_marker(arch) and reason:
+            if item.config.getoption("--arch") == arch:
+                pytest.fail(f"--arch {arch}: {reason}", pytrace=False)
+            pytest.skip(reason)
+    ranks = item.get_closest_marker("ranks")
+    if ranks and torch.cuda.device_count() < ranks.args[0]:
+        pytest.skip(f"needs {ranks.args[0]} GPUs, found {torch.cuda.device_count()}")
+
+
+def _missing_arch(arch: str, capability: tuple[int, int]) -> str | None:
+    """Why this machine cannot run tests of ``arch``; None if it can."""
+    if not torch.cuda.is_available():
+        return f"needs a GPU of {arch}, found no CUDA device"
+    found = torch.cuda.get_device_capability()
+    if found != capability:
+        return f"needs a GPU of {arch}, found compute capability {found[0]}.{found[1]}"
+    return None
+
+
+@pytest.fixture(autouse=True)
+def seed(request: pytest.FixtureRequest) -> int:
+    """The test's own seed, from its id and ``--seed``; all generators start from it."""
+    offset = request.config.getoption("--seed")
+    number = (zlib.crc32(request.node.nodeid.encode()) + offset) % 2**32
+    random.seed(number)
+    np.random.seed(number)
+    torch.manual_seed(number)
+    return number
+
+
+def poison_bytes(*tensors: torch.Tensor) -> None:
+    """Fill contiguous tensors with 0xFF bytes: NaN in every float type, -1 in every integer."""
+    for tensor in tensors:
+        tensor.view(-1).view(torch.uint8).fill_(0xFF)
+
+
+@pytest.fixture
+def poison() -> Callable[..., None]:
+    """``poison(*tensors)`` fills them with 0xFF bytes, so that a stale read shows."""
+    return poison_bytes

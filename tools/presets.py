@@ -1,0 +1,89 @@
+"""The layers of ``cache/shapes.toml``, which precompile, bench and the compile tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moe_ep_jit import launch, variants
+from moe_ep_jit import problem as problems
+from moe_ep_jit.problem import Problem, SwiGLU, check
+from moe_ep_jit.tools.precompile import Job
+
+try:
+    import tomllib
+except ModuleNotFoundError:  # Python 3.10
+    import tomli as tomllib
+
+_PACKAGE = Path(problems.__file__).resolve().parent
+_ACTIVATION = ("limit", "alpha", "beta")
+
+
+@dataclass(frozen=True)
+class Preset:
+    """One layer as one rank sees it.
+
+    sizes   the keyword arguments of its ``Problem``, but for max_tokens, format and act
+    tokens  token counts worth timing, ascending
+    """
+
+    name: str
+    sizes: dict[str, Any]
+    tokens: tuple[int, ...]
+
+    def problem(
+        self, fmt: str = "auto", act: str = "auto", max_tokens: int | None = None
+    ) -> Problem:
+        """The layer's ``Problem``; ``max_tokens`` defaults to the largest count worth timing."""
+        return Problem(**self.sizes, format=fmt, act=act, max_tokens=max_tokens or max(self.tokens))
+
+
+def shapes_path() -> Path:
+    """``cache/shapes.toml`` of the checkout, or the copy that an installed package carries."""
+    for folder in (_PACKAGE.parent, _PACKAGE):
+        path = folder / "cache" / "shapes.toml"
+        if path.is_file():
+            return path
+    raise RuntimeError(
+        f"cache/shapes.toml is in neither {_PACKAGE.parent} nor {_PACKAGE}; reinstall moe-ep-jit"
+    )
+
+
+def load(names: Iterable[str] = (), path: Path | None = None) -> list[Preset]:
+    """The presets called ``names`` in their order, or all; ValueError for one that is not there."""
+    path = path or shapes_path()
+    with path.open("rb") as file:
+        table = tomllib.load(file)
+    presets = {name: _parse(name, dict(entry)) for name, entry in table.items()}
+    for name in names:
+        check(name in presets, f"preset: expected one of {', '.join(presets)}, got {name!r}")
+    return [presets[name] for name in dict.fromkeys(names)] or list(presets.values())
+
+
+def _parse(name: str, entry: dict[str, Any]) -> Preset:
+    tokens = entry.pop("tokens")
+    constants = {key: entry.pop(key) for key in _ACTIVATION if key in entry}
+    preset = Preset(name, {**entry, "activation": SwiGLU(**constants)}, tuple(sorted(tokens)))
+    preset.problem()  # a preset with sizes that no Problem takes fails here, with its message
+    return preset
+
+
+def jobs(
+    problem: Problem, arch: str, configs: Iterable[Any] | None = None, x_kind: str = "bf16"
+) -> list[Job]:
+    """What ``precompile.run`` has to build so that calls of this layer never compile.
+
+    configs  None: every rung of the ladder;  x_kind  what a call's x is: "bf16", "mxfp8", "nvfp4"
+    """
+    problem = variants.choose_variant(problem, arch).problem
+    operand = variants.operand_of(problem)
+    rungs = variants.ladder(arch, operand) if configs is None else tuple(configs)
+    module = variants.kernels_module(arch, "facts")
+    found = []
+    for kind in launch.weights_kinds(problem, operand):
+        for config in rungs:
+            facts = module.facts(problem, kind, x_kind, config)
+            found.append(Job("moe", facts, arch, module.BUILD, module.name(facts)))
+    return found
