@@ -75,7 +75,8 @@ def moe_forward(
                   as it is; it may alias x. Nothing is copied in either case
     num_tokens    int32 tensor of one element on the same device: rows at and beyond it are neither
                   read nor written. None: all rows count
-    config        a rung of ``variants.ladder``; None: chosen from the number of tokens
+    config        a rung of ``variants.ladder``; None: chosen from the number of tokens. The
+                  reference has none and looks at none
 
     A live row whose ids are all -1 is zero. Runs on ``torch.cuda.current_stream`` of the tensors'
     device, waits for nothing, allocates nothing; capturable once ``warmup`` has run.
@@ -267,6 +268,8 @@ def _check_x(x: torch.Tensor | BlockScaled, binding: Binding, ws: Workspace) -> 
         scale = x.global_scale
         if scale is not None and scale.numel() > 1 and not scale.is_contiguous():
             raise ValueError("x.global_scale: expected contiguous; pass it through .contiguous()")
+        if scale is not None and scale.requires_grad:
+            raise ValueError(_grad_message("x.global_scale"))
     elif isinstance(x, torch.Tensor):
         _check_x_form(x, binding.problem)
         data = x

@@ -1,4 +1,4 @@
-"""Care of the cache folders: list, verify, prune, pack, unpack. Loading and compiling is ``jit``."""
+"""Care of the cache folders: list, verify, prune, pack, unpack. Loading is the work of ``jit``."""
 
 from __future__ import annotations
 

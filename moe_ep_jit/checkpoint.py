@@ -27,10 +27,11 @@ FLOATS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 DEFAULT_H_GLOBAL_SCALE = 2.0**-8
 
 #: Slabs that an expert is cut into, so that a slab's temporaries (up to 30 bytes an element) are
-#: less than one expert of the source; more where a source of 4 or 8 bits is expanded to fp32.
+#: less than one expert of the source; more where 4 bits become 8.
 _SLABS_AN_EXPERT = 24
-_SLABS_WHEN_REQUANTIZING = 64
-_SLAB_ROWS = packing.PAD
+_SLABS_WHEN_REQUANTIZING = 48
+_SLAB_ROWS = packing.TILE_M
+_REQUANTIZED_ROWS = 32
 
 # What the arguments must be
 
@@ -238,13 +239,26 @@ class Source:
         if isinstance(slab, BlockScaled) and slab.format.name == fmt:
             q, scale = slab, slab.global_scale
         else:
-            values = formats.dequantize(slab) if isinstance(slab, BlockScaled) else slab
-            del slab
             scale = None
             if fmt == "nvfp4":
                 scale = self.global_scale[expert].expand(end - start)
-            q = formats.quantize(values, formats.BY_NAME[fmt], scale)
+            convert = _requantize if isinstance(slab, BlockScaled) else formats.quantize
+            q = convert(slab, fmt, scale)
         return _canonical(fmt, as_bytes(q.data), as_bytes(q.sf)), scale
+
+
+def _requantize(slab: BlockScaled, fmt: str, scale: torch.Tensor | None) -> BlockScaled:
+    """Rows in another format, through fp32, a few at a time: fp32 is much larger than both."""
+    step, parts = _REQUANTIZED_ROWS, []
+    for start in range(0, slab.shape[0], step):
+        end = start + step
+        source_scale = None if slab.global_scale is None else slab.global_scale[start:end]
+        part = BlockScaled(slab.format, slab.data[start:end], slab.sf[start:end], source_scale)
+        part_scale = None if scale is None else scale[start:end]
+        parts.append(formats.quantize(formats.dequantize(part), fmt, part_scale))
+    data = torch.cat([as_bytes(part.data) for part in parts])
+    sf = torch.cat([as_bytes(part.sf) for part in parts])
+    return as_operand(fmt, Rows(data, sf), scale)
 
 
 def as_bytes(x: torch.Tensor) -> torch.Tensor:

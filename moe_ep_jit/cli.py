@@ -10,6 +10,7 @@ import logging
 import sys
 from collections.abc import Sequence
 from datetime import datetime
+from importlib import metadata
 from typing import Any
 
 from rich.console import Console
@@ -19,6 +20,7 @@ from rich.table import Table
 
 from moe_ep_jit.problem import ACTS, ARCHES, FORMATS, check
 
+_PIPE_WIDTH = 200
 _MIB = 2**20
 _SIZES = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -27,7 +29,8 @@ _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; 0 when all is well, 1 when something failed or is wrong, 2 for bad usage."""
     args = _parser().parse_args(argv)
-    console = Console(highlight=False)
+    # A pipe has no width: tables must not be folded at 80 columns there.
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else _PIPE_WIDTH)
     notes = Console(stderr=True, highlight=False)
     handler = RichHandler(console=notes, show_path=False, show_level=False, log_time_format="%X")
     logger = logging.getLogger("moe_ep_jit")
@@ -53,10 +56,18 @@ def _text(error: Exception) -> str:
     return str(error) or type(error).__name__
 
 
+def _version() -> str:
+    try:
+        return metadata.version("moe-ep-jit")
+    except metadata.PackageNotFoundError:
+        return "(not installed)"
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="moe-ep-jit", description="One MoE layer in MXFP8 and NVFP4, compiled on first use."
     )
+    parser.add_argument("--version", action="version", version=f"moe-ep-jit {_version()}")
     parser.add_argument("-v", "--verbose", action="store_true", help="log; tracebacks of errors")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_demo(commands)
@@ -313,6 +324,7 @@ def _add_bench(commands: Any) -> None:
     )
     bench.add_argument("--iterations", type=_positive, default=30, help="calls behind a median")
     bench.add_argument("--seed", type=int, default=0)
+    bench.add_argument("--commit", metavar="ID", help="written into the rows; default: git says")
     bench.add_argument("--json", action="store_true", help="print one JSON line for each row")
 
 
@@ -328,6 +340,7 @@ def _bench(args: argparse.Namespace, console: Console) -> int:
         args.seed,
         console,
         args.json,
+        args.commit,
     )
 
 

@@ -27,7 +27,7 @@ NVFP4, per 16 elements:
 E2M1 has no NaN, hence the NaN scale: the block decodes to NaN (its codes are all 7) and its
 neighbours are untouched. +-Inf becomes +-6 times the scale of the block's finite elements. A block
 whose scale rounds to zero, and a row whose g is below 2^-112, become zeros with their signs kept.
-That floor keeps ``r`` finite and makes every result the same where denormals are flushed.
+That floor keeps ``r`` finite and, for g below 2^117, results the same where denormals are flushed.
 """
 
 from __future__ import annotations

@@ -294,8 +294,11 @@ def _read(cache: Path, entry: Entry) -> Callable | None:
     folder = entry.folder(cache)
     if not folder.is_dir():
         return None
-    for part in (cache, folder.parent.parent, folder.parent, folder):
-        entries.check_trusted(part)
+    try:
+        for part in (cache, folder.parent.parent, folder.parent, folder):
+            entries.check_trusted(part)
+    except FileNotFoundError:
+        return None  # set aside by another process just now
     launch = entries.verified(folder, (OBJECT, LIBRARY), entry.key)
     _preload_runtime()
     try:

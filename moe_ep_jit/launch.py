@@ -85,6 +85,7 @@ class Binding:
     ) -> Launch:
         """The launch for a call of ``tokens`` rows; ``config`` None: the ladder's choice."""
         if config is not None:
+            check_config(ws.arch, config)
             return self.rung(ws, weights, x_kind, config)
         launch = self._by_tokens.get((x_kind, tokens))
         if launch is None:
@@ -99,7 +100,6 @@ class Binding:
         """The launch of one rung. RuntimeError where it is not loaded and a graph is captured."""
         launch = self._launches.get((x_kind, config))
         if launch is None:
-            check_config(ws.arch, config)
             function = _function(ws, self.problem, weights.kind, x_kind, config)
             args = _bound_args(ws, self.problem, weights)
             launch = Launch(function, args, ws.device)
@@ -171,10 +171,13 @@ def warmup(
             for p, operand in zip(problems, operands, strict=True)
             for kind in weights_kinds(p, operand)
         ]
+    configs = None if configs is None else tuple(configs)
+    for config in configs or ():
+        check_config(ws.arch, config)
     rungs = [
         (problem, kind, x_kind, config)
         for problem, kind, operand in wanted
-        for config in (variants.ladder(ws.arch, operand) if configs is None else tuple(configs))
+        for config in (variants.ladder(ws.arch, operand) if configs is None else configs)
         for x_kind in x_kinds
         if accepts(problem.act, x_kind)
     ]
@@ -193,8 +196,45 @@ def accepts(act: str, x_kind: str) -> bool:
 
 def _load_all(ws: Workspace, rungs: list[tuple[Problem, str, str, Any]]) -> None:
     """Load every rung into ``ws.functions``; several that are not cached compile in parallel."""
+    missing = []
     for rung in rungs:
+        if rung in ws.functions:
+            continue
+        try:
+            ws.functions[rung] = jit.load("moe", **_what(ws, *rung), compile=False)
+        except RuntimeError:
+            missing.append(rung)
+    if missing:
+        _log.info("warm-up: %d of %d kernels are not cached", len(missing), len(rungs))
+        # The first compiles here: what is wrong (a frozen cache, no compiler) shows before any
+        # process is started for the others.
+        _function(ws, *missing[0])
+    if len(missing) > 2:
+        _precompile([_what(ws, *rung) for rung in missing[1:]])
+    for rung in missing:
         _function(ws, *rung)
+
+
+def _precompile(objects: list[dict[str, Any]]) -> None:
+    """Compile objects (arguments of ``jit.load``) into the disk cache, on several processes."""
+    from moe_ep_jit.tools import precompile  # on a cache miss only
+
+    jobs = [
+        precompile.Job("moe", what["problem_facts"], what["arch"], what["build"], what["name"])
+        for what in objects
+    ]
+    try:
+        result = precompile.run(jobs)
+    except RuntimeError as error:
+        _log.info("warm-up: compiling in this process, one by one: %s", error)
+        return
+    # What failed there fails again in this process, with its own error.
+    _log.info(
+        "warm-up: compiled %d kernels with %d processes in %.1f s",
+        result["compiled"],
+        result["workers"],
+        result["seconds"],
+    )
 
 
 def _what(ws: Workspace, problem: Problem, kind: str, x_kind: str, config: Any) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from torch import nn
 from moe_ep_jit.api import moe_forward
 from moe_ep_jit.formats import BlockScaled
 from moe_ep_jit.launch import warmup
-from moe_ep_jit.problem import Problem
+from moe_ep_jit.problem import Problem, check
 from moe_ep_jit.weights import PreparedWeights, prepare_weights
 from moe_ep_jit.workspace import Workspace
 
@@ -37,6 +37,13 @@ class MoELayer(nn.Module):
         **prepare: Any,
     ) -> None:
         super().__init__()
+        tensors = {"w13": w13, "w2": w2, **prepare}
+        for name, tensor in tensors.items():
+            check(
+                not (isinstance(tensor, torch.Tensor) and tensor.requires_grad),
+                f"{name}: expected a tensor that requires no grad (the layer is inference only), "
+                f"got one that does; pass {name}.detach()",
+            )
         self._adopt(prepare_weights(w13, w2, problem, **prepare), workspace)
 
     @classmethod

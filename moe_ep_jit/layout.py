@@ -67,6 +67,18 @@ class Region:
         return prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
+def sf_pitch(rows: int, num_experts: int) -> int:
+    """Columns of ``h_sf``: one a row, each expert's first on a multiple of 4 (see ``first_sf_row``), and what a tile of
+    at most 64 reads beyond the last expert's rows.
+    """
+    return (rows + 3) // 4 * 4 + 4 * num_experts + 64
+
+
+def first_sf_row(first_row: int, expert: int) -> int:
+    """The column of ``h_sf`` of an expert's first row: 16-byte aligned for bulk copies, clear of its neighbours'."""
+    return (first_row + 3) // 4 * 4 + 4 * expert
+
+
 def regions(problem: Problem, operand: str) -> dict[str, Region]:
     """All regions of one rank's workspace but the output, by name, in launch-argument order.
 
@@ -78,14 +90,23 @@ def regions(problem: Problem, operand: str) -> dict[str, Region]:
     shapes = {
         "control": ((CONTROL_WORDS,), "i32"),
         "chunk_counts": ((ceil_div(slots, ROUTE_CHUNK), problem.num_experts), "i32"),
-        "slot_rank": ((slots,), "i32"),  # place among its chunk's slots of the same expert; -1: skipped
-        "expert_info": ((problem.num_local_experts, 4), "i32"),  # first n-tile, n-tiles, first row, rows
+        "slot_rank": (
+            (slots,),
+            "i32",
+        ),  # place among its chunk's slots of the same expert; -1: skipped
+        "expert_info": (
+            (problem.num_local_experts, 4),
+            "i32",
+        ),  # first n-tile, n-tiles, first row, rows
         "tiles": ((1 + ceil_div(rows, MIN_TILE_N) + problem.num_local_experts,), "i32"),
         "row_slot": ((rows,), "i32"),
         "recv_x": ((rows, problem.hidden), token),
         "recv_sf": ((rows,), "f32"),
         "h": ((rows, problem.intermediate), token),
-        "h_sf": ((problem.intermediate // SF_BLOCK, round_up(rows, 4)), "f32"),
+        "h_sf": (
+            (problem.intermediate // SF_BLOCK, sf_pitch(rows, problem.num_local_experts)),
+            "f32",
+        ),
         "y": ((slots, problem.hidden), "bf16"),
     }
     if operand != "e4m3":

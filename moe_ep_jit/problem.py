@@ -110,8 +110,18 @@ class Problem:
             self.format in (*FORMATS, "auto"),
             f'format: expected "mxfp8", "nvfp4" or "auto", got {self.format!r}',
         )
-        acts = ("auto", *(ACTS[self.format] if self.format != "auto" else dict.fromkeys(a for t in ACTS.values() for a in t)))
-        check(self.act in acts, f"act: expected one of {acts} for format={self.format!r}, got {self.act!r}")
+        acts = (
+            "auto",
+            *(
+                ACTS[self.format]
+                if self.format != "auto"
+                else dict.fromkeys(a for t in ACTS.values() for a in t)
+            ),
+        )
+        check(
+            self.act in acts,
+            f"act: expected one of {acts} for format={self.format!r}, got {self.act!r}",
+        )
         check(
             self.wire in ("auto", self.act) and self.combine_wire == "bf16",
             f'wire, combine_wire: expected "auto" and "bf16" (one rank sends nothing), got {self.wire!r} and {self.combine_wire!r}',

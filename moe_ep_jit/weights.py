@@ -7,8 +7,9 @@ that the memory in use stays below one expert above source and result.
 
 from __future__ import annotations
 
+import copy
 import os
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -142,10 +143,7 @@ class PreparedWeights:
     def to(self, device: torch.device | str) -> PreparedWeights:
         """The same weights with every tensor on ``device``."""
         tensors = {name: t.to(device) for name, t in self.tensors.items()}
-        return PreparedWeights(
-            self.problem, self.layout, self.arch, self.kind, self.variant, tensors,
-            dict(self.report), self.rank,
-        )  # fmt: skip
+        return replace(self, tensors=tensors, report=copy.deepcopy(self.report))
 
 
 def prepare_weights(
@@ -199,10 +197,7 @@ def prepare_weights(
     scan(sources, problem.format)
     kind, losses = _choose_kind(sources, problem, layout)
 
-    tensors = {
-        name: torch.empty(shape, dtype=dtype, device=device)
-        for name, (shape, dtype) in _tensor_specs(problem, kind).items()
-    }
+    tensors = _allocate(problem, kind, device)
     for name, value in small.items():
         tensors[name].copy_(value)
     for source in sources:
@@ -250,7 +245,7 @@ def update_weights(
             f"{FOLD_BLOCK_LIMIT} a block, {FOLD_WHOLE_LIMIT} on the whole), and the kernels in use "
             "are built for that kind; call prepare_weights, then warmup, and capture graphs again",
         )
-        prepared.report["fold"][kind] = losses
+        prepared.report.setdefault("fold", {})[kind] = losses
     for name, value in small.items():
         prepared.tensors[name].copy_(value)
     for source in sources:
@@ -431,6 +426,20 @@ def _tensor_specs(
     if problem.act == "nvfp4":
         specs["h_global_scale"] = ((experts,), torch.float32)
     return specs
+
+
+def _allocate(problem: Problem, kind: str | None, device: torch.device) -> dict[str, torch.Tensor]:
+    """The prepared tensors, uninitialised but for their padding rows."""
+    tensors = {
+        name: torch.empty(shape, dtype=dtype, device=device)
+        for name, (shape, dtype) in _tensor_specs(problem, kind).items()
+    }
+    if kind is not None:
+        for name in MATRICES:
+            rows, _ = matrix_shape(problem, name)
+            tensors[name][:, rows // packing.TILE_M :] = 0
+            tensors[f"{name}_sf"][..., rows:] = 0
+    return tensors
 
 
 def _checked_state(state: dict[str, Any]) -> PreparedWeights:

@@ -84,7 +84,9 @@ class Workspace:
         self._streams: set[int] = set()
         #: Which of the output buffers holds the newest result.
         self.turn = 0
-        self._allocate()
+        # Memory made under inference_mode could not be written outside of it.
+        with torch.inference_mode(False):
+            self._allocate()
         self._closed = False
 
     def _allocate(self) -> None:
@@ -111,9 +113,7 @@ class Workspace:
                 output.fill_(float("nan"))
         start = -raw.data_ptr() % layout.REGION_ALIGN if self.nbytes_regions else 0
         self._regions = raw[start : start + self.nbytes_regions]
-        self._record = torch.zeros(
-            layout.ERROR_WORDS, dtype=torch.int32, pin_memory=self.arch is not None
-        )
+        self._record = _error_record(pinned=self.arch is not None)
         # Read on every call: a ctypes view costs 0.1 us, Tensor.item() ten times that.
         self._error = (ctypes.c_int32 * layout.ERROR_WORDS).from_address(self._record.data_ptr())
         if self.arch is not None:
@@ -204,6 +204,12 @@ class Workspace:
             torch.device(weights.device) == self.device,
             f"weights: expected on the workspace's device {self.device}, got {weights.device}; "
             "prepare or load them there",
+        )
+        grads = [name for name, tensor in weights.tensors.items() if tensor.requires_grad]
+        check(
+            not grads,
+            f"weights: expected tensors that require no grad (the layer is inference only), got "
+            f"{', '.join(grads)} that do; prepare them from detached tensors",
         )
         problem = self.problem_of(weights)
         if self.arch is None:
@@ -325,13 +331,19 @@ class Workspace:
     def _raise_error(self) -> None:
         """Raise what the kernels recorded; clear it and the open round, so that work can go on."""
         code = self._error[layout.ERROR_CODE]
-        if self.arch is not None and not torch.cuda.is_current_stream_capturing():
-            torch.cuda.synchronize(self.device)
-            self._clear_tickets()
-            torch.cuda.current_stream(self.device).synchronize()
-        self.round = None
-        self._record.zero_()
+        capturing = self.arch is not None and torch.cuda.is_current_stream_capturing()
+        if not capturing:  # else it stays for the next call that may wait
+            self.round = None
+            if self.arch is not None:
+                torch.cuda.synchronize(self.device)
+                self._clear_tickets()
+                torch.cuda.current_stream(self.device).synchronize()
+            self._record.zero_()
         raise RuntimeError(_explain(code))
+
+
+def _error_record(pinned: bool) -> torch.Tensor:
+    return torch.zeros(layout.ERROR_WORDS, dtype=torch.int32, pin_memory=pinned)
 
 
 def _explain(code: int) -> str:

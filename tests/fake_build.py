@@ -45,6 +45,5 @@ def compile_op(facts):
     if trouble == "die":
         os.kill(os.getpid(), signal.SIGKILL)
     if trouble == "print":
-        print("a compiler's chatter")
-        os.write(1, b"and more of it\n")
+        os.write(1, b"a compiler's chatter\n")
     return FakeCompiled(facts)

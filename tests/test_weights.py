@@ -1,10 +1,10 @@
-"""Preparing weights: every source, order and kind against values computed apart; refusals; files."""
+"""Preparing weights: sources, orders and kinds against values computed apart; refusals; files."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,15 @@ pytestmark = pytest.mark.cpu
 
 ARCHES = pytest.mark.parametrize("arch", [None, "sm_90a"], ids=["plain", "sm90"])
 FORMATS = pytest.mark.parametrize("fmt", ["mxfp8", "nvfp4"])
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Threads that wait for each other on a busy machine take far longer than one alone."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def make_problem(experts: int = 2, hidden: int = 192, intermediate: int = 128, **facts) -> Problem:
@@ -215,21 +224,26 @@ def test_any_number_of_experts(experts: int, fmt: str) -> None:
 )
 @pytest.mark.parametrize(("hidden", "intermediate"), [(2880, 64), (64, 2880), (192, 704)], ids=str)
 def test_multiples_of_64_are_padded_with_zeros(
-    fmt: str, act: str, hidden: int, intermediate: int
+    fmt: str, act: str, hidden: int, intermediate: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(torch, "empty", _poisoned_empty)
     problem = make_problem(1, hidden, intermediate, format=fmt, act=act)
     w13, w2 = sources(problem)
     got = prepare_weights(w13.bfloat16(), w2.bfloat16(), problem, arch="sm_90a")
     plain = prepare_weights(w13.bfloat16(), w2.bfloat16(), problem)
     for name, m, k in (("w13", 2 * intermediate, hidden), ("w2", hidden, intermediate)):
         assert torch.equal(got.dequantize(name, 0), plain.dequantize(name, 0))
-        rows, _ = packing.unpack_rows(
-            got.kind, got.tensors[name][0], got.tensors[f"{name}_sf"][0]
-        )
+        rows, _ = packing.unpack_rows(got.kind, got.tensors[name][0], got.tensors[f"{name}_sf"][0])
         assert len(rows.data) % 128 == 0
         assert not rows.data[m:].any()
         assert not rows.data[:, k // (2 if fmt == "nvfp4" else 1) :].any()
         assert not got.tensors[f"{name}_sf"][0, m:].any()
+
+
+def _poisoned_empty(*shape: Any, **facts: Any) -> torch.Tensor:
+    out = torch.zeros(*shape, **facts)
+    out.view(-1).view(torch.uint8).fill_(0xFF)
+    return out
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (3, 1), (3, 256)], ids=str)
@@ -346,7 +360,9 @@ def test_intermediate_scale() -> None:
         prepare_weights(*w, problem, h_global_scale=0.5).h_global_scale, torch.tensor([0.5, 0.5])
     )
     each = torch.tensor([0.5, 0.25], dtype=torch.bfloat16)
-    assert torch.equal(prepare_weights(*w, problem, h_global_scale=each).h_global_scale, each.float())
+    assert torch.equal(
+        prepare_weights(*w, problem, h_global_scale=each).h_global_scale, each.float()
+    )
     assert prepare_weights(*w, make_problem()).h_global_scale is None
 
 

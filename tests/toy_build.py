@@ -21,12 +21,14 @@ def reverse_kernel(address: Int64, n: Int32):
     thread, _, _ = cute.arch.thread_idx()
     pointer = cute.make_ptr(Float32, address, cute.AddressSpace.gmem, assumed_align=16)
     values = cute.make_tensor(pointer, cute.make_layout((n,)))
-    # Indexed by a runtime value: it cannot stay in registers and shows as stack.
-    local = cute.make_rmem_tensor((16,), Float32)
-    shared = cutlass.utils.SmemAllocator().allocate_tensor(Float32, cute.make_layout((64,)), 16)
-    for i in cutlass.range_constexpr(16):
+    # Indexed by runtime values: it cannot stay in registers and shows as stack.
+    local = cute.make_rmem_tensor((64,), Float32)
+    shared = cutlass.memory.SmemAllocator().allocate_tensor(Float32, cute.make_layout((64,)), 16)
+    for i in cutlass.range_constexpr(64):
         local[i] = values[i]
-    shared[thread] = local[n % 16]
+    for i in cutlass.range(n, unroll=1):
+        local[(thread * i) % 64] = local[(i * n) % 64] + 1.0
+    shared[thread] = local[n % 64]
     cute.arch.sync_threads()
     values[thread] = shared[63 - thread]
 
@@ -36,9 +38,7 @@ def add_and_reverse(address: Int64, n: Int32, stages: Int32, stream: cuda.CUstre
     if (stages & 1) != 0:
         add_kernel(address, n).launch(grid=(1, 1, 1), block=(128, 1, 1), stream=stream)
     if (stages & 2) != 0:
-        reverse_kernel(address, n).launch(
-            grid=(1, 1, 1), block=(64, 1, 1), smem=256, stream=stream
-        )
+        reverse_kernel(address, n).launch(grid=(1, 1, 1), block=(64, 1, 1), smem=256, stream=stream)
 
 
 def compile_op(facts, options):

@@ -238,10 +238,12 @@ def run(
     seed: int,
     console: Console,
     as_json: bool,
+    commit_id: str | None = None,
 ) -> int:
     """Time every preset in every format; JSON lines as they come, or one table at the end.
 
-    tokens  () for each preset's own counts;  iterations  calls behind a median, at least 30
+    tokens     () for each preset's own counts;  iterations  calls behind a median, at least 30
+    commit_id  for a copy of the checkout that came without its history; None: git says
     RuntimeError where there is no GPU with kernels.
     """
     check(iterations >= 30, f"iterations: expected at least 30 for a median, got {iterations}")
@@ -253,6 +255,7 @@ def run(
         )
     notes = Console(stderr=True)
     facts = machine(device)
+    facts["commit"] = commit_id or facts["commit"]
     rows = []
     for row in _measure_all(presets, formats, act, tokens, iterations, seed, device, notes):
         row |= facts
@@ -333,6 +336,8 @@ def machine(device: torch.device) -> dict[str, Any]:
 def commit() -> str | None:
     """The checkout's commit, with "+" when files differ from it; None outside a checkout."""
     root = Path(__file__).resolve().parents[1]
+    if not (root / "pyproject.toml").is_file():  # installed, maybe below somebody else's checkout
+        return None
     git = ["git", "-C", str(root)]
     try:
         head = subprocess.run(

@@ -61,7 +61,7 @@ def run(console: Console, seed: int, as_json: bool) -> int:
         console.print_json(data={"ok": good, "formats": shown})
     else:
         for result in shown:
-            console.print(_sentence(result), highlight=False)
+            console.print(_sentence(result), highlight=False, soft_wrap=True)
     return 0 if good else 1
 
 
@@ -201,4 +201,4 @@ def _sentence(result: dict[str, Any]) -> str:
 
 
 def _percent(value: float) -> str:
-    return f"{100 * value:.2g} %"
+    return f"{100 * value:.3g} %"

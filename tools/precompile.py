@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import queue
+import signal
 import subprocess
 import sys
 import threading
@@ -47,9 +48,9 @@ def run(
     jobs         ``Job``s, or tuples in the order of its fields
     num_workers  processes; default: what the CPUs and the free memory allow
     progress     called as ``progress(done, total, result)`` after each job, one call at a time
-    -> ``compiled``, ``cached``, ``failed`` (counts), ``seconds``, ``workers``, ``results``: for each
-    job, in the order given, ``name``, ``op``, ``arch``, ``status`` ("compiled", "cached" or
-    "failed"), ``seconds``, ``error`` ("" or the reason). A job that fails does not stop the others.
+    -> ``compiled``, ``cached``, ``failed`` (counts), ``seconds``, ``workers``, ``results``: for
+    each job, in the order given, ``name``, ``op``, ``arch``, ``status`` ("compiled", "cached" or
+    "failed"), ``seconds``, ``error`` ("" or why). A job that fails does not stop the others.
     ``RuntimeError`` where the cache folder cannot keep anything.
     """
     todo = _distinct(jobs)
@@ -213,6 +214,7 @@ class _Worker:
 
 def serve_stdin() -> None:
     """A worker's loop: a job per line on stdin, an answer per line on what was stdout."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides, and ends the workers
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever a compiler prints must not get between the answers
     for line in sys.stdin:

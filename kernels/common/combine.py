@@ -36,7 +36,9 @@ class Combine:
 
     @cute.jit
     def __call__(self, route: RouteArgs, args: CombineArgs, num_sms: Int32, stream):
-        grid = cutlass.max(cutlass.min(Int64(route.tokens) * self.parts, Int64(num_sms) * 16), Int64(1))
+        grid = cutlass.max(
+            cutlass.min(Int64(route.tokens) * self.parts, Int64(num_sms) * 16), Int64(1)
+        )
         self.kernel(route, args).launch(
             grid=(Int32(grid), 1, 1), block=(self.threads, 1, 1), stream=stream, use_pdl=True
         )

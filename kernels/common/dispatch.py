@@ -94,7 +94,9 @@ class Route:
         thread, _, _ = cute.arch.thread_idx()
         chunk, _, _ = cute.arch.block_idx()
         smem = memory.SmemAllocator()
-        counts = smem.allocate_tensor(Int16, cute.make_layout(self.num_warps * self.num_experts), 16)
+        counts = smem.allocate_tensor(
+            Int16, cute.make_layout(self.num_warps * self.num_experts), 16
+        )
         first_rows = smem.allocate_tensor(Int32, cute.make_layout(self.num_experts + 1), 16)
         first_tiles = smem.allocate_tensor(Int32, cute.make_layout(self.num_experts + 1), 16)
         is_last = smem.allocate_tensor(Int32, cute.make_layout(1), 16)
@@ -137,14 +139,14 @@ class Route:
                 mine = Int32(counts[w * self.num_experts + e])
                 counts[w * self.num_experts + e] = Int16(total)
                 total += mine
-            ptx.store(
-                Int32, args.chunk_counts + (Int64(chunk) * self.num_experts + e) * 4, total
-            )
+            ptx.store(Int32, args.chunk_counts + (Int64(chunk) * self.num_experts + e) * 4, total)
         cute.arch.sync_threads()
         if token < args.tokens:
             if expert >= 0:
                 rank += Int32(counts[warp * self.num_experts + expert])
-            ptx.store(Int32, args.slot_rank + Int64(slot) * 4, select_(expert >= 0, rank, Int32(-1)))
+            ptx.store(
+                Int32, args.slot_rank + Int64(slot) * 4, select_(expert >= 0, rank, Int32(-1))
+            )
         cute.arch.sync_threads()
 
     @cute.jit
@@ -227,7 +229,9 @@ class Dispatch:
              exact in bf16, NVFP4's second-level scale apart in ``recv_sf``
     """
 
-    def __init__(self, *, hidden: int, num_experts: int, top_k: int, operand: str, act: str, x_kind: str):
+    def __init__(
+        self, *, hidden: int, num_experts: int, top_k: int, operand: str, act: str, x_kind: str
+    ):
         self.hidden, self.num_experts, self.top_k = hidden, num_experts, top_k
         self.fp8, self.act, self.x_kind = operand == "e4m3", act, x_kind
         pieces = hidden // 16  # 16 elements a thread: one NVFP4 block, half an MXFP8 block
@@ -255,7 +259,9 @@ class Dispatch:
         while token < live:
             if thread < self.top_k:
                 rows[thread] = self.row_of(route, token, thread)
-            values = [self.load(args, token, self.piece(thread, i)) for i in range(self.pieces_per_thread)]
+            values = [
+                self.load(args, token, self.piece(thread, i)) for i in range(self.pieces_per_thread)
+            ]
             packed, row_sf = self.quantize(values, maxima, thread)
             cute.arch.sync_threads()
             for k in cutlass.range_constexpr(self.top_k):
@@ -276,7 +282,9 @@ class Dispatch:
         if row >= 0:
             expert = expert_of(route, token, k, self.num_experts)
             chunk = slot // layout.ROUTE_CHUNK
-            row += ptx.load(Int32, route.chunk_counts + (Int64(chunk) * self.num_experts + expert) * 4)
+            row += ptx.load(
+                Int32, route.chunk_counts + (Int64(chunk) * self.num_experts + expert) * 4
+            )
             row += ptx.load(Int32, route.expert_info + Int64(expert) * 16 + 8)
             ptx.store(Int32, route.row_slot + Int64(row) * 4, slot)
         return row
@@ -298,15 +306,20 @@ class Dispatch:
             return [f for i in range(8) for f in (ptx.low_bf16(raw[i]), ptx.high_bf16(raw[i]))]
         if self.x_kind == "mxfp8":
             raw = cute.make_rmem_tensor(4, Int32)
-            cute.autovec_copy(ptx.vector(Int32, args.x + Int64(token) * args.x_stride + piece * 16, 4), raw)
+            cute.autovec_copy(
+                ptx.vector(Int32, args.x + Int64(token) * args.x_stride + piece * 16, 4), raw
+            )
             sf_address = args.x_sf + Int64(token) * (self.hidden // 32) + piece // 2
             byte = Int32(ptx.load(Uint8, sf_address))
             scale = select_(byte == 255, ptx.from_bits(Int32(q.NAN_BLOCK)), q.exp2_of_byte(byte))
             return [
-                ptx.mul(ptx.e4m3(ptx.shift_right(raw[i // 4], 8 * (i % 4))), scale) for i in range(16)
+                ptx.mul(ptx.e4m3(ptx.shift_right(raw[i // 4], 8 * (i % 4))), scale)
+                for i in range(16)
             ]
         raw = cute.make_rmem_tensor(2, Int32)
-        cute.autovec_copy(ptx.vector(Int32, args.x + Int64(token) * args.x_stride + piece * 8, 2), raw)
+        cute.autovec_copy(
+            ptx.vector(Int32, args.x + Int64(token) * args.x_stride + piece * 8, 2), raw
+        )
         sf = Int32(ptx.load(Uint8, args.x_sf + Int64(token) * (self.hidden // 16) + piece))
         g = ptx.load(Float32, args.x_global_scale + Int64(token * args.x_global_stride) * 4)
         scale = ptx.e4m3(sf)
@@ -399,73 +412,79 @@ class Dispatch:
 class FoldRows:
     """Fold the intermediate's 32-blocks to one scale a row, in place: ``formats.fold`` of what gate/up wrote.
 
-    One CTA for 32 rows at a time: a lane a row where the scales are read (they lie row by row), then a warp a row.
+    One CTA an n-tile at a time, 32 rows of it together: a lane a row where the scales are read (those of neighbouring
+    rows are neighbours), then a warp a row.
     """
 
-    def __init__(self, *, intermediate: int, num_experts: int):
-        self.intermediate, self.num_experts = intermediate, num_experts
+    threads = 256
+    num_warps = threads // 32
+
+    def __init__(self, *, intermediate: int, tile_n: int):
+        self.intermediate, self.tile_n = intermediate, tile_n
         self.blocks = intermediate // layout.SF_BLOCK
-        self.threads = 256
 
     @cute.jit
-    def __call__(self, expert_info: Int64, h: Int64, h_sf: Int64, sf_stride: Int32, row_sf: Int64, num_sms: Int32, stream):  # fmt: skip
-        self.kernel(expert_info, h, h_sf, sf_stride, row_sf).launch(
+    def __call__(
+        self, tiles: Int64, expert_info: Int64, h: Int64, h_sf: Int64, sf_stride: Int32, row_sf: Int64,
+        num_sms: Int32, stream,
+    ):  # fmt: skip
+        self.kernel(tiles, expert_info, h, h_sf, sf_stride, row_sf).launch(
             grid=(num_sms * 4, 1, 1), block=(self.threads, 1, 1), stream=stream, use_pdl=True
         )
 
     @cute.kernel
-    def kernel(self, expert_info: Int64, h: Int64, h_sf: Int64, sf_stride: Int32, row_sf: Int64):
+    def kernel(self, tiles: Int64, expert_info: Int64, h: Int64, h_sf: Int64, sf_stride: Int32, row_sf: Int64):  # fmt: skip
         thread, _, _ = cute.arch.thread_idx()
         group, _, _ = cute.arch.block_idx()
         step, _, _ = cute.arch.grid_dim()
         lane, warp = thread % 32, thread // 32
         smem = memory.SmemAllocator()
-        largest = smem.allocate_tensor(Float32, cute.make_layout((32, 8)), 16)
+        largest = smem.allocate_tensor(Float32, cute.make_layout((32, self.num_warps)), 16)
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
-        last = expert_info + (self.num_experts - 1) * 16
-        num_rows = ptx.load(Int32, last + 8) + ptx.load(Int32, last + 12)
-        while group * 32 < num_rows:
-            row = cutlass.min(group * 32 + lane, num_rows - 1)
+        groups_per_tile = layout.ceil_div(self.tile_n, 32)
+        num_groups = ptx.load(Int32, tiles) * groups_per_tile
+        while group < num_groups:
+            tile = group // groups_per_tile
+            expert = ptx.load(Int32, tiles + Int64(1 + tile) * 4)
+            info = cute.make_rmem_tensor(4, Int32)
+            cute.autovec_copy(ptx.vector(Int32, expert_info + Int64(expert) * 16, 4), info)
+            first = (tile - info[0]) * self.tile_n + group % groups_per_tile * 32
+            rows = cutlass.min(info[3] - first, 32)
+            first_row = info[2] + first
+            sf_at = h_sf + Int64(layout.first_sf_row(info[2], expert) + first) * 4
             scale = Float32(0.0)
-            for block in cutlass.range(warp, self.blocks, 8):
-                at = h_sf + (Int64(block) * sf_stride + row) * 4
-                scale = cute.arch.fmax(scale, ptx.load(Float32, at))
+            if lane < rows:
+                for block in cutlass.range(warp, self.blocks, self.num_warps):
+                    at = sf_at + (Int64(block) * sf_stride + lane) * 4
+                    scale = cute.arch.fmax(scale, ptx.load(Float32, at))
             largest[lane, warp] = scale
             cute.arch.sync_threads()
-            for i in cutlass.range_constexpr(4):
-                local = warp * 4 + i
-                if group * 32 + local < num_rows:
-                    top = largest[local, 0]
-                    for w in cutlass.range_constexpr(1, 8):
-                        top = cute.arch.fmax(top, largest[local, w])
-                    self.fold_row(h, h_sf, sf_stride, group * 32 + local, top, lane)
-                    if lane == 0:
-                        ptx.store(Float32, row_sf + Int64(group * 32 + local) * 4, top)
+            for local in cutlass.range(warp, rows, self.num_warps):
+                top = largest[local, 0]
+                for w in cutlass.range_constexpr(1, self.num_warps):
+                    top = cute.arch.fmax(top, largest[local, w])
+                at = h + Int64(first_row + local) * self.intermediate
+                self.fold_row(at, sf_at + Int64(local) * 4, sf_stride, top, lane)
+                if lane == 0:
+                    ptx.store(Float32, row_sf + Int64(first_row + local) * 4, top)
             cute.arch.sync_threads()  # before the next rows' maxima
             group += step
 
     @cute.jit
-    def fold_row(self, h, h_sf, sf_stride, row, top, lane):
+    def fold_row(self, h, h_sf, sf_stride, top, lane):
+        """One warp: multiply the blocks of a row by 2^(their exponent - the row's) and round again."""
         for piece in cutlass.range(lane, self.intermediate // 16, 32):
-            scale = ptx.load(Float32, h_sf + (Int64(piece // 2) * sf_stride + row) * 4)
+            scale = ptx.load(Float32, h_sf + Int64(piece // 2) * sf_stride * 4)
             if scale != top:
                 words = cute.make_rmem_tensor(4, Int32)
-                at = ptx.vector(Int32, h + Int64(row) * self.intermediate + piece * 16, 4)
+                at = ptx.vector(Int32, h + piece * 16, 4)
                 cute.autovec_copy(at, words)
-                factor = ptx.div(scale, top)  # powers of two
+                factor = ptx.div(scale, top)  # of powers of two: exact, or 0 far below any E4M3
                 for w in cutlass.range_constexpr(4):
-                    pairs = [
-                        ptx.pack_e4m3x2(
-                            *(
-                                ptx.mul(ptx.e4m3(ptx.shift_right(words[w], 8 * (2 * j + i))), factor)
-                                for i in range(2)
-                            )
-                        )
-                        for j in range(2)
+                    x = [
+                        ptx.mul(ptx.e4m3(ptx.shift_right(words[w], 8 * i)), factor)
+                        for i in range(4)
                     ]
-                    words[w] = pairs[0] | (pairs[1] << 16)
+                    words[w] = ptx.pack_e4m3x2(x[0], x[1]) | (ptx.pack_e4m3x2(x[2], x[3]) << 16)
                 cute.autovec_copy(words, at)
-
-
-__all__ = ["Dispatch", "FoldRows", "Route", "RouteArgs", "TokenArgs", "live_tokens"]

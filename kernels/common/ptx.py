@@ -62,7 +62,9 @@ def store(dtype, address, value):
 def load_acquire(address, *, loc=None, ip=None):
     """Int32 at an address, ordered before every later access of this thread, at GPU scope."""
     return Int32(
-        _asm(T.i32(), [Int64(address)], "ld.acquire.gpu.global.s32 $0, [$1];", "=r,l,~{memory}", True)
+        _asm(
+            T.i32(), [Int64(address)], "ld.acquire.gpu.global.s32 $0, [$1];", "=r,l,~{memory}", True
+        )
     )
 
 
@@ -224,17 +226,23 @@ def round_to_e4m3(x):
 
 def div(a, b):
     """IEEE division, to nearest even, denormals kept."""
-    return Float32(_asm(T.f32(), [Float32(a), Float32(b)], "div.rn.f32 $0, $1, $2;", "=f,f,f", False))
+    return Float32(
+        _asm(T.f32(), [Float32(a), Float32(b)], "div.rn.f32 $0, $1, $2;", "=f,f,f", False)
+    )
 
 
 def mul(a, b):
     """IEEE product, denormals kept, never fused with an addition."""
-    return Float32(_asm(T.f32(), [Float32(a), Float32(b)], "mul.rn.f32 $0, $1, $2;", "=f,f,f", False))
+    return Float32(
+        _asm(T.f32(), [Float32(a), Float32(b)], "mul.rn.f32 $0, $1, $2;", "=f,f,f", False)
+    )
 
 
 def add(a, b):
     """IEEE sum, never fused with a product."""
-    return Float32(_asm(T.f32(), [Float32(a), Float32(b)], "add.rn.f32 $0, $1, $2;", "=f,f,f", False))
+    return Float32(
+        _asm(T.f32(), [Float32(a), Float32(b)], "add.rn.f32 $0, $1, $2;", "=f,f,f", False)
+    )
 
 
 __all__ = [name for name in dir() if not name.startswith("_")]

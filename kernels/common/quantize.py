@@ -77,7 +77,9 @@ def round_to_e2m1(v):
     magnitude = ptx.from_bits(ptx.and_const(ptx.bits(v), 0x7FFFFFFF))
     magnitude = cutlass.cute.arch.fmin(magnitude, Float32(6.0))  # of NaN and 6 it gives 6
     # Adding 1.5 * 2^23 steps leaves whole steps: 0.5 below 2, 1 below 4, 2 above.
-    step = select_(magnitude < 2.0, Float32(0.5), select_(magnitude < 4.0, Float32(1.0), Float32(2.0)))
+    step = select_(
+        magnitude < 2.0, Float32(0.5), select_(magnitude < 4.0, Float32(1.0), Float32(2.0))
+    )
     shift = ptx.mul(step, Float32(1.5 * 2**23))
     rounded = ptx.add(ptx.add(magnitude, shift), ptx.mul(shift, Float32(-1.0)))
     return ptx.from_bits(ptx.bits(rounded) | ptx.and_const(ptx.bits(v), 0x80000000))

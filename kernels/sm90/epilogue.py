@@ -89,9 +89,13 @@ def gate_up(gemm: cutlass.Constexpr, acc, tile, strip, wg, thread, staging, amax
             value = requantize(gemm, features[i], local, column, tile, strip, warp, g, amax, args)
             at_shared = staging + local * pitch + (warp * 8 + g) * (1 if gemm.fp8 else 2)
             if const_expr(gemm.fp8):
-                cute.make_tensor(ptx.ptr(Uint8, at_shared, 1, ptx.SMEM), cute.make_layout(1))[0] = Uint8(value)
+                cute.make_tensor(ptx.ptr(Uint8, at_shared, 1, ptx.SMEM), cute.make_layout(1))[0] = (
+                    Uint8(value)
+                )
             else:
-                cute.make_tensor(ptx.ptr(Uint16, at_shared, 2, ptx.SMEM), cute.make_layout(1))[0] = Uint16(value)
+                cute.make_tensor(ptx.ptr(Uint16, at_shared, 2, ptx.SMEM), cute.make_layout(1))[
+                    0
+                ] = Uint16(value)
         barrier(wg)
         copy_rows(gemm, tile, strip, chunk, thread % 128, staging, pitch, args)
         barrier(wg)
@@ -135,16 +139,14 @@ def requantize(gemm, feature, local, column, tile, strip, warp, g, amax, args):
     inverse_g = q.nvfp4_row_inverse(ptx.load(Float32, args.expert_sf + Int64(tile.expert) * 4))
     s, factor, saturated = q.nvfp4_block(block, inverse_g)
     count_saturated(saturated, column, tile, warp, g, args)
-    return ptx.pack_bf16x2(
-        ptx.mul(q.round_to_e2m1(ptx.mul(feature, factor)), s), Float32(0.0)
-    )
+    return ptx.pack_bf16x2(ptx.mul(q.round_to_e2m1(ptx.mul(feature, factor)), s), Float32(0.0))
 
 
 @cute.jit
 def store_block_scale(gemm: cutlass.Constexpr, scale, column, tile, strip, warp, g, args):
     if warp == 0 and g == 0 and column < tile.rows:
-        row = tile.first_row + column
-        ptx.store(Float32, args.out_sf + (Int64(strip) * args.out_sf_stride + row) * 4, scale)
+        at = Int64(strip) * args.sf_stride + tile.first_sf_row + column
+        ptx.store(Float32, args.block_sf + at * 4, scale)
 
 
 @cute.jit
@@ -164,7 +166,9 @@ def copy_rows(gemm: cutlass.Constexpr, tile, strip, chunk: cutlass.Constexpr, th
         column = chunk * gemm.chunk_n + local
         if local < gemm.chunk_n and column < tile.rows:
             words = cute.make_rmem_tensor(4, Int32)
-            cute.autovec_copy(ptx.vector(Int32, staging + local * pitch + piece * 16, 4, ptx.SMEM), words)
+            cute.autovec_copy(
+                ptx.vector(Int32, staging + local * pitch + piece * 16, 4, ptx.SMEM), words
+            )
             row = Int64(tile.first_row + column)
             address = args.out + row * (gemm.m // 64 * row_bytes) + strip * row_bytes + piece * 16
             cute.autovec_copy(words, ptx.vector(Int32, address, 4))
@@ -189,7 +193,8 @@ def down(gemm: cutlass.Constexpr, acc, tile, strip, wg, thread, staging, args):
             for row in cutlass.range_constexpr(2):
                 v = 4 * (chunk * gemm.chunk_n // 8 + n8) + 2 * row
                 low, high = (
-                    acc[v + i] * (scales[row] if x_sf[i] is None else scales[row] * x_sf[i]) + biases[row]
+                    acc[v + i] * (scales[row] if x_sf[i] is None else scales[row] * x_sf[i])
+                    + biases[row]
                     for i in range(2)
                 )
                 packed.append(ptx.pack_bf16x2(low, high))
@@ -222,5 +227,3 @@ def scatter_rows(gemm: cutlass.Constexpr, tile, strip, chunk: cutlass.Constexpr,
             slot = ptx.load(Int32, args.row_slot + Int64(tile.first_row + column) * 4)
             address = args.out + (Int64(slot) * gemm.m + strip * 64 + piece * 8) * 2
             cute.autovec_copy(words, ptx.vector(Int32, address, 4))
-
-

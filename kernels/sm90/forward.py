@@ -16,8 +16,6 @@ from moe_ep_jit.kernels.sm90.config import Config
 from moe_ep_jit.kernels.sm90.facts import operand_of_kind
 from moe_ep_jit.kernels.sm90.grouped_gemm import GemmArgs, GroupedGemm
 
-COMPILE_OPTIONS = "--enable-tvm-ffi"
-
 
 class Forward:
     """route -> dispatch -> gate/up -> (fold) -> down -> combine, each launched while the one before it drains."""
@@ -29,11 +27,17 @@ class Forward:
         self.fold_intermediate = config.fold_intermediate
         self.route = Route(num_experts=num_experts, top_k=top_k, tile_n=config.tile_n)
         self.dispatch = Dispatch(
-            hidden=hidden, num_experts=num_experts, top_k=top_k, operand=operand, act=act, x_kind=x_kind
+            hidden=hidden,
+            num_experts=num_experts,
+            top_k=top_k,
+            operand=operand,
+            act=act,
+            x_kind=x_kind,
         )
         common = {"kind": kind, "act": act, "num_experts": num_experts, "config": config}
         self.gate_up = GroupedGemm(gate_up=True, k=hidden, m=2 * intermediate, **common)
-        self.fold = FoldRows(intermediate=intermediate, num_experts=num_experts)
+        self.num_experts = num_experts
+        self.fold = FoldRows(intermediate=intermediate, tile_n=config.tile_n)
         self.down = GroupedGemm(gate_up=False, k=intermediate, m=hidden, **common)
         self.combine = Combine(hidden=hidden, top_k=top_k)
 
@@ -82,8 +86,7 @@ class Forward:
         error: Int64,
         stream: CUstream,
     ):
-        # The pitch of h_sf, as layout.regions has it.
-        h_sf_stride = (recv_rows + 3) // 4 * 4
+        sf_stride = layout.sf_pitch(recv_rows, self.num_experts)
         route = RouteArgs(
             stages, tokens, num_tokens, ids, ids_stride, ids_words, control, chunk_counts, slot_rank,
             expert_info, tiles, row_slot, error,
@@ -96,16 +99,16 @@ class Forward:
             self.dispatch(route, source, num_sms, stream)
         if (stages & layout.STAGE_GATE_UP) != 0:
             gate_up = GemmArgs(
-                w13, w13_sf, w13_bias, recv_sf, h_global_scale, *shared, h, h_sf, h_sf_stride, *swiglu
+                w13, w13_sf, w13_bias, recv_sf, h_global_scale, *shared, h, h_sf, sf_stride, *swiglu
             )
-            self.gate_up(recv_x, h_sf, recv_rows, gate_up, num_sms, stream)
+            self.gate_up(recv_x, recv_rows, gate_up, num_sms, stream)
         if (stages & layout.STAGE_DOWN) != 0:
             if const_expr(self.fold_intermediate):
-                self.fold(expert_info, h, h_sf, h_sf_stride, recv_sf, num_sms, stream)
+                self.fold(tiles, expert_info, h, h_sf, sf_stride, recv_sf, num_sms, stream)
             down = GemmArgs(
-                w2, w2_sf, w2_bias, recv_sf, h_global_scale, *shared, y, h_sf, h_sf_stride, *swiglu
+                w2, w2_sf, w2_bias, recv_sf, h_global_scale, *shared, y, h_sf, sf_stride, *swiglu
             )
-            self.down(h, h_sf, recv_rows, down, num_sms, stream)
+            self.down(h, recv_rows, down, num_sms, stream)
         if (stages & layout.STAGE_COMBINE) != 0:
             target = CombineArgs(
                 topk_weights, topk_weights_stride, topk_weights_type, y, out, out_stride
@@ -113,18 +116,26 @@ class Forward:
             self.combine(route, target, num_sms, stream)
 
 
-def compile_op(facts: dict[str, Any]) -> Any:
-    """Compile the object that ``facts`` (from ``facts.facts``) describes, for the DSL's current arch; needs no GPU."""
+def compile_op(facts: dict[str, Any], options: str) -> Any:
+    """Compile the object that ``facts`` (from ``facts.facts``) describes; needs no GPU.
+
+    options  of ``cute.compile``: the ABI, the arch and what to keep
+    """
     facts = dict(facts)
     config = Config(**facts.pop("config"))
     forward = Forward(**facts, config=config)
     parameters = list(inspect.signature(Forward.__call__).parameters)[1:]
-    assert parameters == list(layout.LAUNCH_ARGS), "forward's parameters and layout.LAUNCH_ARGS differ"
+    assert parameters == list(layout.LAUNCH_ARGS), (
+        "forward's parameters and layout.LAUNCH_ARGS differ"
+    )
     example = {"ptr": Int64(0), "i32": Int32(1), "i64": Int64(1), "f32": Float32(0.0)}
     example["stream"] = cute.runtime.make_fake_stream()
-    compiled = cute.compile(
-        forward, *(example[kind] for kind in layout.LAUNCH_ARGS.values()), options=COMPILE_OPTIONS
-    )
+    arguments = [example[kind] for kind in layout.LAUNCH_ARGS.values()]
+    compiled = cute.compile(forward, *arguments, options=options)
+    # Dynamic shared memory is a launch's, not in the object: what `cache list` shows.
+    compiled.moe_launch = {
+        "dynamic_shared_bytes": {
+            "GroupedGemm": max(forward.gate_up.smem_bytes, forward.down.smem_bytes)
+        }
+    }
     return compiled
-
-

@@ -10,6 +10,7 @@ from moe_ep_jit.kernels.common import ptx
 from moe_ep_jit.kernels.sm90 import epilogue
 from moe_ep_jit.kernels.sm90.config import Config
 from moe_ep_jit.kernels.sm90.upconvert import DECODERS
+from moe_ep_jit import layout
 from moe_ep_jit.layout import ceil_div, round_up
 
 SMEM_BYTES = 232_448  # of one CTA; more fails only at launch
@@ -29,8 +30,8 @@ class GemmArgs(NamedTuple):
     expert_info: Int64
     row_slot: Int64
     out: Int64
-    out_sf: Int64
-    out_sf_stride: Int32
+    block_sf: Int64  # fp32 a 32-block and row of the intermediate: written by gate/up, read by down
+    sf_stride: Int32
     control: Int64
     limit: Float32
     alpha: Float32
@@ -43,6 +44,7 @@ class Tile(NamedTuple):
     expert: Int32
     m_tile: Int32
     first_row: Int32
+    first_sf_row: Int32  # in block_sf, whose rows are padded expert by expert
     rows: Int32  # live rows of the tile, at most tile_n
 
 
@@ -51,7 +53,7 @@ class GroupedGemm:
 
     Roles: warpgroup 0, warp 0: load; warpgroups 1..W: mma and epilogue, 64 weight rows each.
 
-    full   load -> mma   1 arrive + the bytes of weights (bulk copies of packed blobs), tokens and scales (TMA)
+    full   load -> mma   1 arrive + the bytes of weights and scales (bulk copies) and tokens (TMA)
     empty  mma -> load   one arrive a math warp, once its wgmmas on the stage have retired
 
     load: wait empty, expect bytes, copy; one stage ahead of another, across tiles.
@@ -64,10 +66,22 @@ class GroupedGemm:
     """
 
     def __init__(
-        self, *, kind: str, act: str, gate_up: bool, k: int, m: int, num_experts: int, config: Config
+        self,
+        *,
+        kind: str,
+        act: str,
+        gate_up: bool,
+        k: int,
+        m: int,
+        num_experts: int,
+        config: Config,
     ):
         self.kind, self.act, self.gate_up, self.k, self.m = kind, act, gate_up, k, m
-        self.num_experts, self.tile_n, self.num_wgs = num_experts, config.tile_n, config.num_math_warpgroups
+        self.num_experts, self.tile_n, self.num_wgs = (
+            num_experts,
+            config.tile_n,
+            config.num_math_warpgroups,
+        )
         self.decoder = DECODERS.get(kind)
         self.fp8 = self.decoder is None
         self.group128 = kind == "mxfp8_group128"
@@ -80,7 +94,9 @@ class GroupedGemm:
         self.has_row_sf = (self.fp8 and not self.loop_sf) or (gate_up and act == "nvfp4")
         self.has_expert_sf = not gate_up and act == "nvfp4"
         # Two k-blocks a stage halve the barrier work where decoding leaves little time for it.
-        self.blocks_per_stage = 2 if not self.fp8 and self.k_blocks % 2 == 0 and self.tile_n <= 64 else 1
+        self.blocks_per_stage = (
+            2 if not self.fp8 and self.k_blocks % 2 == 0 and self.tile_n <= 64 else 1
+        )
         self.chunk_n = min(self.tile_n, 32)  # rows that the epilogue stages at once
         self.threads = 128 * (self.num_wgs + 1)
         self.plan_memory()
@@ -97,14 +113,17 @@ class GroupedGemm:
         staging = self.num_wgs * self.chunk_n * (128 + 16)
         self.num_stages = min(MAX_STAGES, (SMEM_BYTES - staging - 4096) // self.stage_bytes)
         assert self.num_stages >= 2, f"{self.stage_bytes} bytes a stage leave no room for two"
+        self.smem_bytes = self.num_stages * self.stage_bytes + staging
 
     @cute.jit
-    def __call__(self, x: Int64, x_sf: Int64, rows: Int32, args: GemmArgs, num_sms: Int32, stream):
+    def __call__(self, x: Int64, rows: Int32, args: GemmArgs, num_sms: Int32, stream):
         mX = cute.make_tensor(
             ptx.ptr(self.token_type, x, 128),
             cute.make_layout((rows, self.k), stride=(self.k, 1)),
         )
-        atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, self.token_type)
+        atom = warpgroup.make_smem_layout_atom(
+            warpgroup.SmemLayoutAtomKind.K_SW128, self.token_type
+        )
         sX_layout = cute.tile_to_shape(
             atom, (self.tile_n, self.token_k, self.num_stages * self.token_tiles), order=(0, 1, 2)
         )
@@ -114,18 +133,6 @@ class GroupedGemm:
             cute.slice_(sX_layout, (None, None, 0)),
             (self.tile_n, self.token_k),
         )
-        tma_sf, mSF = None, None
-        if const_expr(self.loop_sf):
-            pitch = cute.assume(args.out_sf_stride, divby=4)
-            mSF = cute.make_tensor(
-                ptx.ptr(Float32, x_sf, 128), cute.make_layout((pitch, self.k // 32), stride=(1, pitch))
-            )
-            tma_sf, mSF = cpasync.make_tiled_tma_atom(
-                cpasync.CopyBulkTensorTileG2SOp(),
-                mSF,
-                cute.make_layout((self.tile_n, 4), stride=(1, self.tile_n)),
-                (self.tile_n, 4),
-            )
         major = OperandMajorMode.K
         if const_expr(self.fp8):
             op = warpgroup.MmaF8Op(
@@ -136,7 +143,7 @@ class GroupedGemm:
             op = warpgroup.MmaF16BF16Op(
                 BFloat16, Float32, (64, self.tile_n, 16), warpgroup.OperandSource.RMEM, major, major
             )
-        self.kernel(tma_x, mX, tma_sf, mSF, sX_layout, cute.make_tiled_mma(op), args).launch(
+        self.kernel(tma_x, mX, sX_layout, cute.make_tiled_mma(op), args).launch(
             grid=(num_sms, 1, 1),
             block=(self.threads, 1, 1),
             min_blocks_per_mp=1,
@@ -149,8 +156,6 @@ class GroupedGemm:
         self,
         tma_x: cute.CopyAtom,
         mX: cute.Tensor,
-        tma_sf: cute.CopyAtom,
-        mSF: cute.Tensor,
         sX_layout: cute.ComposedLayout,
         tiled_mma: cute.TiledMma,
         args: GemmArgs,
@@ -171,21 +176,13 @@ class GroupedGemm:
             w_base = Int32(sA.iterator.toint())
         else:
             w_base = Int32(smem.allocate(self.num_stages * self.weight_bytes, 1024).toint())
-        sSF = None
-        if const_expr(self.loop_sf):
-            sSF = smem.allocate_tensor(
-                Float32,
-                cute.make_layout((self.tile_n, 4, self.num_stages), stride=(1, self.tile_n, 4 * self.tile_n)),
-                128,
-            )
+        sf_base = Int32(smem.allocate(max(self.num_stages * self.sf_bytes, 16), 128).toint())
         staging = Int32(smem.allocate(self.num_wgs * self.chunk_n * 128, 128).toint())
         amax = Int32(smem.allocate(self.num_wgs * self.chunk_n * 16, 16).toint())
         full = smem.allocate_array(Int64, self.num_stages)
         empty = smem.allocate_array(Int64, self.num_stages)
         if warp == 0:
             cpasync.prefetch_descriptor(tma_x)
-            if const_expr(self.loop_sf):
-                cpasync.prefetch_descriptor(tma_sf)
             with cute.arch.elect_one():
                 for i in cutlass.range_constexpr(self.num_stages):
                     cute.arch.mbarrier_init(full + i, 1)
@@ -198,11 +195,11 @@ class GroupedGemm:
         if warp < 4:
             cute.arch.setmaxregister_decrease(32 if const_expr(self.num_wgs == 4) else 40)
             if warp == 0:
-                self.load(tma_x, mX, tma_sf, mSF, sX, w_base, sSF, full, empty, args)
+                self.load(tma_x, mX, sX, w_base, sf_base, full, empty, args)
         else:
             cute.arch.setmaxregister_increase(112 if const_expr(self.num_wgs == 4) else 232)
             if const_expr(self.fp8):
-                self.mma_e4m3(tiled_mma, sX, sA, sSF, staging, amax, full, empty, thread, args)
+                self.mma_e4m3(tiled_mma, sX, sA, sf_base, staging, amax, full, empty, thread, args)
             else:
                 self.mma_bf16(tiled_mma, sX, w_base, staging, amax, full, empty, thread, args)
 
@@ -216,10 +213,13 @@ class GroupedGemm:
         m_tile = local // info[1]
         n_tile = local - m_tile * info[1]
         first = n_tile * self.tile_n
-        return Tile(expert, m_tile, info[2] + first, cutlass.min(info[3] - first, self.tile_n))
+        first_sf_row = layout.first_sf_row(info[2], expert) + first
+        return Tile(
+            expert, m_tile, info[2] + first, first_sf_row, cutlass.min(info[3] - first, self.tile_n)
+        )
 
     @cute.jit
-    def load(self, tma_x, mX, tma_sf, mSF, sX, w_base, sSF, full, empty, args):
+    def load(self, tma_x, mX, sX, w_base, sf_base, full, empty, args):
         stage, phase = Int32(0), Int32(1)  # the first pass finds every stage free
         index, _, _ = cute.arch.block_idx()
         step, _, _ = cute.arch.grid_dim()
@@ -233,15 +233,12 @@ class GroupedGemm:
                 cute.domain_offset((tile.first_row, 0), mX), (self.tile_n, self.token_k), (0, None)
             )
             tXsX, tXgX = cpasync.tma_partition(
-                tma_x, 0, cute.make_layout(1), cute.group_modes(sX, 0, 2), cute.group_modes(gX, 0, 2)
+                tma_x,
+                0,
+                cute.make_layout(1),
+                cute.group_modes(sX, 0, 2),
+                cute.group_modes(gX, 0, 2),
             )
-            if const_expr(self.loop_sf):
-                gSF = cute.local_tile(
-                    cute.domain_offset((tile.first_row, 0), mSF), (self.tile_n, 4), (0, None)
-                )
-                tFsF, tFgF = cpasync.tma_partition(
-                    tma_sf, 0, cute.make_layout(1), cute.group_modes(sSF, 0, 2), cute.group_modes(gSF, 0, 2)
-                )
             for k_stage in cutlass.range(self.k_blocks // self.blocks_per_stage, unroll=1):
                 cute.arch.mbarrier_wait(empty + stage, phase)
                 with cute.arch.elect_one():
@@ -257,16 +254,22 @@ class GroupedGemm:
                             (full + stage).toint(),
                             policy,
                         )
+                    for k32 in cutlass.range_constexpr(4 if self.loop_sf else 0):
+                        # Beyond K the tokens are zeros and any scale does.
+                        block = cutlass.min(4 * k_stage + k32, self.k // layout.SF_BLOCK - 1)
+                        ptx.bulk_load(
+                            sf_base + (stage * 4 + k32) * (4 * self.tile_n),
+                            args.block_sf + (Int64(block) * args.sf_stride + tile.first_sf_row) * 4,
+                            4 * self.tile_n,
+                            (full + stage).toint(),
+                            policy,
+                        )
                 for i in cutlass.range_constexpr(self.token_tiles):
                     cute.copy(
                         tma_x,
                         tXgX[(None, k_stage * self.token_tiles + i)],
                         tXsX[(None, stage * self.token_tiles + i)],
                         tma_bar_ptr=full + stage,
-                    )
-                if const_expr(self.loop_sf):
-                    cute.copy(
-                        tma_sf, tFgF[(None, k_stage)], tFsF[(None, stage)], tma_bar_ptr=full + stage
                     )
                 stage, phase = self.advance(stage, phase)
             index += step
@@ -280,7 +283,7 @@ class GroupedGemm:
         return stage, phase
 
     @cute.jit
-    def mma_e4m3(self, tiled_mma, sX, sA, sSF, staging, amax, full, empty, thread, args):
+    def mma_e4m3(self, tiled_mma, sX, sA, sf_base, staging, amax, full, empty, thread, args):
         wg = cute.arch.make_warp_uniform(thread // 128) - 1
         lane = thread % 32
         thr_mma = tiled_mma.get_slice(thread % 128)
@@ -289,7 +292,9 @@ class GroupedGemm:
         acc_shape = thr_mma.partition_shape_C((64, self.tile_n))
         acc = cute.make_rmem_tensor(acc_shape, Float32)
         # k32 steps a drain: all four, or as many as have registers for a temporary each where each has its scale.
-        steps = 4 if const_expr(not self.loop_sf or self.tile_n <= 16) else max(1, 64 // self.tile_n)
+        steps = (
+            4 if const_expr(not self.loop_sf or self.tile_n <= 16) else max(1, 64 // self.tile_n)
+        )
         temporaries = [
             cute.make_rmem_tensor(acc_shape, Float32)
             for _ in range(steps if const_expr(self.loop_sf) else 1)
@@ -307,9 +312,16 @@ class GroupedGemm:
                 cute.arch.mbarrier_wait(full + stage, phase)
                 for first in cutlass.range_constexpr(0, 4, steps):
                     self.issue_e4m3(
-                        tiled_mma, tA, tB, temporaries, first, steps, stage * self.num_wgs + wg, stage
+                        tiled_mma,
+                        tA,
+                        tB,
+                        temporaries,
+                        first,
+                        steps,
+                        stage * self.num_wgs + wg,
+                        stage,
                     )
-                    scales = self.loop_scales(sSF, stage, first, steps, lane)
+                    scales = self.loop_scales(sf_base, stage, first, steps, lane)
                     warpgroup.wait_group(0)
                     if const_expr(first + steps == 4):
                         if lane == 0:
@@ -336,16 +348,15 @@ class GroupedGemm:
         """Weight scales of this thread's two rows for 128 of K, where rows could not be folded whole."""
         if not self.group128:
             return None
-        row = strip * 64 + (thread % 128) // 32 * 16 + (thread % 32) // 4
-        row = cutlass.min(row, self.strips * 64 - 16)
+        row = cutlass.min(strip, self.strips - 1) * 64 + thread % 128 // 32 * 16 + thread % 32 // 4
         at = (Int64(tile.expert) * self.k_blocks + k_block) * (self.strips * 64) + row
         return [ptx.load(Float32, args.w_sf + (at + 8 * i) * 4) for i in range(2)]
 
-    def loop_scales(self, sSF, stage, first, steps, lane):
+    def loop_scales(self, sf_base, stage, first, steps, lane):
         """Scales of this thread's rows of the token operand for each k32 step, in pairs of neighbouring rows."""
         if not self.loop_sf:
             return None
-        base = Int32(sSF.iterator.toint()) + stage * (16 * self.tile_n)
+        base = sf_base + stage * (16 * self.tile_n)
         pairs = []
         for i in range(steps):
             for n8 in range(self.tile_n // 8):

@@ -285,33 +285,33 @@ def unpack_nvfp4(blobs: torch.Tensor) -> Rows:
 def pack_rows(
     kind: str, q: Rows, global_scale: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of any number and K -> (blobs [m/64, k/128, B], fp32 scales [m] or [k/128, m]), padded.
+    """64*n rows of any K -> (blobs [n, k/128, B], fp32 scales [rows] or [k/128, rows]), K padded.
 
     q             for the e4m3 kinds already folded: sf [rows, 1] (mxfp8_row) or [rows, ceil(K/128)]
     global_scale  fp32 [rows], NVFP4 only
     """
-    rows = q.data.shape[0]
+    m = q.data.shape[0]
+    assert m % TILE_M == 0, f"{m} rows do not fill blobs of {TILE_M}"
     per_byte = 2 if kind == "nvfp4" else 1
-    m, k = padded_shape(rows, q.data.shape[1] * per_byte)
+    k = round_up(q.data.shape[1] * per_byte, PAD)
     data = pad(q.data, m, k // per_byte)
     if kind == "mxfp8_row":
-        return pack_e4m3(data), pad(power_of_two(q.sf).T, 1, m)[0]
+        return pack_e4m3(data), power_of_two(q.sf)[:, 0]
     if kind == "mxfp8_group128":
-        return pack_e4m3(data), pad(power_of_two(q.sf).T, k // TILE_K, m)
+        return pack_e4m3(data), power_of_two(q.sf).T
     if kind == "mxfp8_exact":
         byte, row = exact_scales(pad(q.sf, m, k // 32))
         lost = (byte == 0)[:, :, None]
         data = data.view(m, k // 32, 32).masked_fill(lost, 0).view(m, k)
-        return pack_exact(data, byte), pad(power_of_two(row[None, :rows]), 1, m)[0]
+        return pack_exact(data, byte), power_of_two(row)
     assert kind == "nvfp4" and global_scale is not None, f"kind {kind!r} without its global scale"
-    scales = pad((global_scale * NVFP4_EPILOGUE)[None], 1, m)[0]
-    return pack_nvfp4(data, pad(q.sf, m, k // 16)), scales
+    return pack_nvfp4(data, pad(q.sf, m, k // 16)), global_scale * NVFP4_EPILOGUE
 
 
 def unpack_rows(
     kind: str, blobs: torch.Tensor, scales: torch.Tensor
 ) -> tuple[Rows, torch.Tensor | None]:
-    """Reverses ``pack_rows``: (rows with their padding, global scale fp32 [m] or None)."""
+    """Reverses ``pack_rows``: (rows with K's padding, global scale fp32 [rows] or None)."""
     if kind == "mxfp8_row":
         return Rows(unpack_e4m3(blobs), exponent_of(scales[:, None])), None
     if kind == "mxfp8_group128":

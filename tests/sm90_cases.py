@@ -1,0 +1,167 @@
+"""Layers, inputs and comparisons of the tests on a Hopper GPU.
+
+Every workspace is poisoned (0xFF bytes, all but the control words) before a call whose numbers are
+looked at. ``want`` comes from weights in the reference's own layout, so that what the kernels'
+layouts lose (folding) counts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import pytest
+import torch
+from conftest import poison_bytes
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+import moe_ep_jit as moe
+from moe_ep_jit import reference, variants
+
+HIDDEN, INTERMEDIATE, EXPERTS, TOP_K, MAX_TOKENS = 320, 192, 8, 4, 300
+GPT_OSS = moe.SwiGLU(limit=7.0, alpha=1.702, beta=1.0)
+
+#: Relative L2 of the whole against the reference; worst row and block may reach three times that.
+BOUNDS = {"mxfp8": 1e-2, "nvfp4": 2e-2}
+
+
+@dataclass(frozen=True)
+class Case:
+    """fmt, act, the kind that preparation must come to, and the K elements that share a magnitude.
+
+    spread  0: weights of one magnitude; 128 or 32: every other group of so many is 2^-20 smaller
+    """
+
+    fmt: str
+    act: str
+    kind: str
+    spread: int = 0
+    bias: bool = False
+
+
+CASES = {
+    "mxfp8": Case("mxfp8", "mxfp8", "mxfp8_row"),
+    "mxfp8-bias": Case("mxfp8", "mxfp8", "mxfp8_row", bias=True),
+    "mxfp8-group128": Case("mxfp8", "mxfp8", "mxfp8_group128", spread=128),
+    "mxfp8-exact": Case("mxfp8", "mxfp8", "mxfp8_exact", spread=32),
+    "mxfp8-act-bf16": Case("mxfp8", "bf16", "mxfp8_exact"),
+    "nvfp4": Case("nvfp4", "bf16", "nvfp4"),
+    "nvfp4-bias": Case("nvfp4", "bf16", "nvfp4", bias=True),
+    "nvfp4-act-nvfp4": Case("nvfp4", "nvfp4", "nvfp4"),
+    "nvfp4-act-mxfp8": Case("nvfp4", "mxfp8", "nvfp4"),
+}
+MAIN = ["mxfp8", "nvfp4"]
+ACTS = ["mxfp8", "mxfp8-act-bf16", "nvfp4", "nvfp4-act-nvfp4", "nvfp4-act-mxfp8"]
+RUNGS = [
+    pytest.param(name, config, id=f"{name}-n{config.tile_n}")
+    for name, case in CASES.items()
+    for config in variants.ladder(
+        "sm_90a", "e4m3" if case.kind in ("mxfp8_row", "mxfp8_group128") else "bf16"
+    )
+]
+
+
+@dataclass
+class Layer:
+    weights: moe.PreparedWeights
+    plain: moe.PreparedWeights
+    source: tuple[torch.Tensor, torch.Tensor]
+    ws: moe.Workspace
+
+    def __call__(self, *inputs, **options):
+        return moe.moe_forward(*inputs, self.weights, self.ws, **options)
+
+    def poison(self):
+        for name, tensor in self.ws.views(self.weights.problem, self.weights.operand).items():
+            if name != "control":
+                poison_bytes(tensor)
+
+    def want(self, x, ids, topk_weights):
+        return reference.moe_forward(x, ids, topk_weights, self.plain)
+
+
+@cache
+def make_layer(name):
+    case = CASES[name]
+    problem = moe.Problem(
+        hidden=HIDDEN,
+        intermediate=INTERMEDIATE,
+        num_experts=EXPERTS,
+        top_k=TOP_K,
+        max_tokens=MAX_TOKENS,
+        format=case.fmt,
+        act=case.act,
+        bias=case.bias,
+        activation=GPT_OSS if case.bias else moe.SwiGLU(),
+    )
+    generator = torch.Generator("cuda").manual_seed(7)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator, device="cuda")
+
+    w13 = normal(EXPERTS, 2 * INTERMEDIATE, HIDDEN) * HIDDEN**-0.5
+    w2 = normal(EXPERTS, HIDDEN, INTERMEDIATE) * INTERMEDIATE**-0.5
+    if case.spread:
+        for w in (w13, w2):
+            group = torch.arange(w.shape[-1], device="cuda") // case.spread
+            w *= torch.where(group % 2 == 1, 2.0**-20, 1.0)
+    biases = {}
+    if case.bias:
+        biases = {
+            "w13_bias": normal(EXPERTS, 2 * INTERMEDIATE),
+            "w2_bias": normal(EXPERTS, HIDDEN),
+        }
+    w13, w2 = w13.bfloat16(), w2.bfloat16()
+    weights = moe.prepare_weights(w13, w2, problem, **biases)
+    assert weights.kind == case.kind
+    plain = moe.prepare_weights(w13, w2, problem, backend="reference", **biases)
+    return Layer(weights, plain, (w13, w2), make_workspace(weights))
+
+
+def make_workspace(weights, **options):
+    ws = moe.Workspace(weights.problem, operand=weights.operand, **{"debug": False, **options})
+    moe.warmup(ws, weights)
+    return ws
+
+
+def make_inputs(tokens):
+    x = torch.randn(tokens, HIDDEN, device="cuda").bfloat16()
+    ids = torch.randint(0, EXPERTS, (tokens, TOP_K), device="cuda", dtype=torch.int32)
+    return x, ids, torch.rand(tokens, TOP_K, device="cuda")
+
+
+def uneven_ids(tokens):
+    """Expert 0 gets most rows, expert 1 none, some slots are skipped, some ids repeat."""
+    ids = torch.randint(2, EXPERTS, (tokens, TOP_K), device="cuda", dtype=torch.int32)
+    ids[torch.rand(tokens, TOP_K, device="cuda") < 0.6] = 0
+    ids[torch.rand(tokens, TOP_K, device="cuda") < 0.1] = -1
+    return ids
+
+
+def assert_close(got, want, fmt):
+    errors = reference.error(got, want)
+    bound = BOUNDS[fmt]
+    assert errors.whole < bound, errors
+    assert errors.worst_row < 3 * bound, errors
+    assert errors.worst_block < 3 * bound, errors
+
+
+def bits(tensor):
+    """For comparisons in which NaN equals NaN."""
+    return tensor.contiguous().view(torch.int16)
+
+
+def device_events(call):
+    """Names of what a warm call puts on the GPU: kernels, copies, fills."""
+    call()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        call()
+        torch.cuda.synchronize()
+    return [e.name for e in profiled.events() if e.device_type == DeviceType.CUDA]
+
+
+def num_kernels(config):
+    """route, dispatch, gate/up, down, combine; and one that folds the intermediate."""
+    return 5 + int(config.fold_intermediate)

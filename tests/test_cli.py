@@ -1,0 +1,480 @@
+"""The command line, the presets, the doctor, and tools/dev's own behaviour."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from moe_ep_jit import cli, doctor
+from moe_ep_jit.problem import FORMATS, SwiGLU
+from moe_ep_jit.tools import bench, precompile, presets
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """An empty cache folder of the test's own."""
+    folder = tmp_path / "cache"
+    folder.mkdir(mode=0o700)
+    monkeypatch.setenv("MOE_EP_JIT_CACHE", str(folder))
+    return folder
+
+
+def run_json(capsys, *argv):
+    """Exit code and parsed JSON of one command."""
+    code = cli.main(argv)
+    return code, json.loads(capsys.readouterr().out)
+
+
+# Presets
+
+#: experts, hidden, intermediate, top_k, activation, bias: from the models' public configs.
+PUBLIC_SIZES = {
+    "dsv3-ep8": (256 // 8, 7168, 2048, 8, SwiGLU(), False),
+    "dsv4flash-ep4": (256 // 4, 4096, 2048, 6, SwiGLU(10.0), False),
+    "dsv4pro-ep8": (384 // 8, 7168, 3072, 6, SwiGLU(10.0), False),
+    "kimi-k2-ep8": (384 // 8, 7168, 2048, 8, SwiGLU(), False),
+    "qwen3-30b": (128, 2048, 768, 8, SwiGLU(), False),
+    "qwen35-397b-ep8": (512 // 8, 4096, 1024, 10, SwiGLU(), False),
+    "gptoss-120b": (128, 2880, 2880, 4, SwiGLU(7.0, 1.702, 1.0), True),
+}
+
+
+def test_presets_are_the_public_models():
+    found = {
+        preset.name: (
+            (p := preset.problem("mxfp8")).num_experts,
+            p.hidden,
+            p.intermediate,
+            p.top_k,
+            p.activation,
+            p.bias,
+        )
+        for preset in presets.load()
+    }
+    assert found == PUBLIC_SIZES
+
+
+def test_preset_selection_keeps_the_order_asked_for():
+    names = ["qwen3-30b", "dsv3-ep8", "qwen3-30b"]
+    assert [p.name for p in presets.load(names)] == ["qwen3-30b", "dsv3-ep8"]
+
+
+def test_unknown_preset_lists_those_there_are():
+    with pytest.raises(ValueError, match="expected one of dsv3-ep8, .*got 'dsv3'"):
+        presets.load(["dsv3"])
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_jobs_are_distinct_and_ignore_capacity(fmt):
+    (preset,) = presets.load(["qwen3-30b"])
+    jobs = presets.jobs(preset.problem(fmt, max_tokens=8), "sm_90a")
+    assert jobs == presets.jobs(preset.problem(fmt, max_tokens=4096), "sm_90a")
+    assert len({job.name for job in jobs}) == len(jobs) > 1
+    json.dumps([job.facts for job in jobs])
+
+
+# Floors and routing of the bench
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "tokens", "active", "gemm_ms"),
+    [
+        ("dsv3-ep8", "mxfp8_group128", 512, 32, 0.33),
+        ("dsv3-ep8", "nvfp4", 64, 32, 0.18),
+        ("dsv3-ep8", "nvfp4", 512, 32, 0.46),
+        ("dsv3-ep8", "mxfp8_row", 4096, 32, 2.04),
+        ("dsv3-ep8", "nvfp4", 4096, 32, 3.70),
+        ("qwen3-30b", "mxfp8_exact", 1, 8, 0.009),
+        ("qwen3-30b", "nvfp4", 1, 8, 0.005),
+    ],
+)
+def test_floor_gemm(name, kind, tokens, active, gemm_ms):
+    problem = presets.load([name])[0].problem("auto")
+    operand = "bf16" if kind in ("nvfp4", "mxfp8_exact") else "e4m3"
+    floor = bench.floors(problem, kind, operand, tokens, tokens * problem.top_k, active)
+    assert floor.gemm_ms == pytest.approx(gemm_ms, rel=0.06)
+
+
+@pytest.mark.parametrize(
+    ("operand", "kind", "ms"), [("e4m3", "mxfp8_row", 0.19), ("bf16", "nvfp4", 0.25)]
+)
+def test_floor_layer_adds_dispatch_and_combine(operand, kind, ms):
+    problem = presets.load(["dsv3-ep8"])[0].problem("auto")
+    floor = bench.floors(problem, kind, operand, 4096, 4096 * 8, 32)
+    assert floor.layer_ms - floor.gemm_ms == pytest.approx(ms, rel=0.03)
+
+
+def test_routing_is_distinct_and_uniform():
+    problem = presets.load(["qwen3-30b"])[0].problem("mxfp8")
+    ids = bench.uniform_ids(4096, problem, torch.Generator().manual_seed(0))
+    assert all(len(set(row)) == problem.top_k for row in ids[:64].tolist())
+    counts = ids.flatten().bincount(minlength=problem.num_experts).float()
+    expected = ids.numel() / problem.num_experts
+    assert (counts - expected).abs().max() < 6 * expected**0.5
+
+
+def test_bench_table_shows_every_row():
+    row = dict.fromkeys(("ms", "eager_ms", "floor_gemm_ms", "floor_layer_ms", "rel_l2"), 0.2)
+    row |= {"preset": "p", "format": "nvfp4", "act": "bf16", "tokens": 8, "host_us": 20.0}
+    row |= {"stage_ms": dict.fromkeys(bench.STAGES, 0.05), "tflops": 10.0, "gbps": 4000.0}
+    assert bench.table([row, row]).row_count == 2
+
+
+# Commands
+
+
+def test_version_and_help(capsys):
+    for flag in ("--version", "--help"):
+        with pytest.raises(SystemExit) as stop:
+            cli.main([flag])
+        assert stop.value.code == 0
+    out = capsys.readouterr().out
+    assert all(name in out for name in ("demo", "precompile", "cache", "bench", "doctor"))
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        [],
+        ["cache"],
+        ["cache", "prune", "--older-than", "soon"],
+        ["cache", "prune", "--max-size", "5X"],
+        ["bench", "--tokens", "0"],
+        ["bench", "--format", "fp8"],
+        ["precompile", "--arch", "sm_80"],
+    ],
+    ids=" ".join,
+)
+def test_bad_usage_exits_with_2(argv, capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(argv)
+    assert stop.value.code == 2
+    assert "usage:" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("60s", 60), ("90m", 5400), ("12h", 43200), ("1.5d", 129600)]
+)
+def test_durations(text, value):
+    assert cli._duration(text) == value
+
+
+@pytest.mark.parametrize(("text", "value"), [("17", 17), ("4K", 4096), ("1.5M", 1572864)])
+def test_sizes(text, value):
+    assert cli._size(text) == value
+
+
+def test_empty_cache(cache, capsys):
+    assert run_json(capsys, "cache", "list", "--json") == (0, [])
+    assert run_json(capsys, "cache", "verify", "--json") == (0, [])
+    assert run_json(capsys, "cache", "prune", "--json") == (0, [])
+    assert run_json(capsys, "cache", "path", "--json") == (0, [str(cache)])
+    assert cli.main(["cache", "list"]) == 0
+    assert "moe-ep-jit precompile" in capsys.readouterr().out
+    assert cli.main(["cache", "path"]) == 0
+    assert capsys.readouterr().out == f"{cache}\n"
+
+
+def test_pack_of_nothing_says_what_to_run(cache, tmp_path, capsys):
+    assert cli.main(["cache", "pack", str(tmp_path / "kernels.tar")]) == 1
+    assert "run: moe-ep-jit precompile" in capsys.readouterr().err
+    assert not (tmp_path / "kernels.tar").exists()
+
+
+def test_unpack_of_rubbish_changes_nothing(cache, tmp_path, capsys):
+    rubbish = tmp_path / "kernels.tar"
+    rubbish.write_bytes(b"rubbish" * 1000)
+    assert cli.main(["cache", "unpack", str(rubbish)]) == 1
+    assert "not a whole tar file" in capsys.readouterr().err
+    assert list(cache.iterdir()) == []
+
+
+def test_precompile_passes_every_rung_on(cache, capsys, monkeypatch):
+    seen = []
+
+    def fake(jobs, num_workers, progress):
+        jobs = list(jobs)
+        seen.append((jobs, num_workers))
+        results = []
+        for index, job in enumerate(jobs):
+            status = "failed" if index == 0 else "compiled"
+            results.append({"name": job.name, "status": status, "error": "no luck" * (index == 0)})
+            progress(index + 1, len(jobs), results[-1])
+        counts = {"compiled": len(jobs) - 1, "cached": 0, "failed": 1}
+        return {**counts, "seconds": 1.0, "workers": 2, "results": results}
+
+    monkeypatch.setattr(precompile, "run", fake)
+    argv = ["precompile", "--preset", "gptoss-120b", "--format", "nvfp4", "--jobs", "2"]
+    assert cli.main(argv) == 1
+    out = capsys.readouterr().out
+    assert "no luck" in out
+    assert "1 failed" in out
+    ((jobs, workers),) = seen
+    assert workers == 2
+    (preset,) = presets.load(["gptoss-120b"])
+    assert jobs == presets.jobs(preset.problem("nvfp4"), "sm_90a")
+
+
+def test_act_that_no_format_has_is_refused(capsys):
+    assert cli.main(["precompile", "--format", "mxfp8", "--act", "nvfp4"]) == 1
+    assert "--act nvfp4" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_bench_without_gpu_says_so(capsys):
+    assert cli.main(["bench"]) == 1
+    assert "expected a GPU with kernels, got cpu" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_demo_compiles_then_loads(cache):
+    statuses = []
+    for _ in range(2):
+        done = subprocess.run(
+            [sys.executable, "-m", "moe_ep_jit.cli", "demo", "--json"],
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert done.returncode == 0, done.stderr
+        result = json.loads(done.stdout)
+        assert [shown["format"] for shown in result["formats"]] == list(FORMATS)
+        assert all(shown["ms"] is None for shown in result["formats"])
+        # Zero would mean that nothing was quantized.
+        assert all(shown["dense_error"] > 0.02 for shown in result["formats"])
+        kernels = [kernel for shown in result["formats"] for kernel in shown["kernels"]]
+        assert len(kernels) >= 2 * len(FORMATS)
+        statuses.append({kernel["status"] for kernel in kernels})
+    assert statuses == [{"compiled"}, {"loaded"}]
+
+
+@pytest.mark.sm90
+def test_demo_on_the_gpu(capsys):
+    code, result = run_json(capsys, "demo", "--json")
+    assert code == 0
+    assert all(shown["on_gpu"] and shown["ms"] > 0 for shown in result["formats"])
+
+
+@pytest.mark.sm90
+def test_bench_line_on_the_gpu(capsys):
+    argv = ["bench", "--preset", "qwen3-30b", "--format", "nvfp4", "--tokens", "8", "--json"]
+    code, row = run_json(capsys, *argv)
+    assert code == 0
+    assert {"preset", "format", "act", "tokens", "ms", "gpu", "commit", "date"} <= row.keys()
+    assert row["ms"] > row["floor_gemm_ms"] > 0
+    assert row["rel_l2"] < 2e-2
+    assert row["weight_sets"] > 1  # 64 rows reach fewer weights than three times the L2
+
+
+# Doctor
+
+
+@pytest.mark.parametrize(
+    ("version", "spec", "good"),
+    [
+        ("4.8.1", ">=4.8.1,<4.9", True),
+        ("4.8.0", ">=4.8.1,<4.9", False),
+        ("4.9.0", ">=4.8.1,<4.9", False),
+        ("0.1.15.post2", ">=0.1.15.post2,<0.2", True),
+        ("0.1.15", ">=0.1.15.post2,<0.2", False),
+        ("2.13.0+cpu", ">=2.9", True),
+        ("2.8.1", ">=2.9", False),
+        ("0.17.6", "==0.17.6", True),
+        ("1.0", "", True),
+    ],
+)
+def test_version_ranges(version, spec, good):
+    assert doctor.in_range(version, spec) is good
+
+
+def test_wanted_range_reads_requirements():
+    requires = [
+        "nvidia-cutlass-dsl<4.9,>=4.8.1",
+        "torch>=2.9",
+        'tomli>=2; python_version < "3.11"',
+        'ruff==0.17.6; extra == "test"',
+    ]
+    assert doctor.wanted_range("nvidia-cutlass-dsl", requires) == "<4.9,>=4.8.1"
+    assert doctor.wanted_range("tomli", requires) == ">=2"
+    assert doctor.wanted_range("ruff", requires) == ""
+    assert doctor.wanted_range("tom", requires) == ""
+
+
+def test_doctor_is_content_here(cache, capsys):
+    code, report = run_json(capsys, "doctor", "--json")
+    problems = [finding for finding in report["findings"] if finding["problem"]]
+    assert (code, report["ok"], problems) == (0, True, [])
+    names = {finding["name"] for finding in report["findings"]}
+    assert {"python", "torch", "nvidia-cutlass-dsl", "dsl wheels", "driver", "cache"} <= names
+
+
+def test_doctor_without_torch(cache):
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from moe_ep_jit.cli import main; sys.exit(main(['doctor', '--json']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1, done.stderr
+    found = {finding["name"]: finding for finding in json.loads(done.stdout)["findings"]}
+    assert found["torch"]["fix"].startswith("pip install")
+
+
+def fake_wheel(folder, name, version, files):
+    """A dist-info as pip leaves it; ``files``: path -> (bytes on disk, bytes in RECORD)."""
+    info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    lines = []
+    for path, (real, recorded) in files.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_bytes(b"x" * real)
+        lines.append(f"{path},,{recorded}\n")
+    (info / "RECORD").write_text("".join(lines))
+
+
+def test_doctor_sees_mixed_wheels(tmp_path, monkeypatch):
+    fake_wheel(tmp_path, "nvidia-cutlass-dsl", "4.8.1", {})
+    fake_wheel(tmp_path, "nvidia-cutlass-dsl-libs-base", "4.7.0", {})
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (finding,) = doctor._dsl_parts("4.8.1", None)
+    assert "nvidia-cutlass-dsl-libs-base 4.7.0" in finding.problem
+    assert finding.fix == "pip install --force-reinstall 'nvidia-cutlass-dsl==4.8.1'"
+
+
+def test_doctor_sees_overwritten_files(tmp_path, monkeypatch):
+    base, cu13 = "nvidia-cutlass-dsl-libs-base", "nvidia-cutlass-dsl-libs-cu13"
+    fake_wheel(tmp_path, base, "4.8.1", {"dsl/_ir.so": (5, 5)})
+    fake_wheel(tmp_path, cu13, "4.8.1", {"dsl/_ir.so": (7, 7)})
+    monkeypatch.syspath_prepend(str(tmp_path))
+    complaints = doctor.overwritten_files([base, cu13])
+    assert any(f"1 files of {base}" in text for text in complaints)
+    assert any("both write dsl/_ir.so" in text for text in complaints)
+
+
+def test_doctor_sees_an_old_driver(monkeypatch):
+    (finding,) = doctor._dsl_parts(doctor._version("nvidia-cutlass-dsl"), (11, 8))
+    assert "older than every DSL wheel" in finding.problem
+    assert "update the NVIDIA driver" in finding.fix
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="needs a CPU build of torch")
+def test_doctor_sees_a_cpu_torch_beside_a_driver():
+    (finding,) = doctor._torch((13, 0))
+    assert "CUDA build" in finding.fix
+
+
+def test_doctor_sees_an_unknown_arch(cache, monkeypatch):
+    monkeypatch.setenv("MOE_EP_JIT_ARCH", "sm_99")
+    found = {finding.name: finding for finding in doctor.examine()}
+    assert "expected one of sm_90a" in found["MOE_EP_JIT_ARCH"].problem
+
+
+def test_doctor_sees_what_is_wrong_with_a_cache_folder(tmp_path):
+    good, open_to_all, file = tmp_path / "new", tmp_path / "open", tmp_path / "file"
+    open_to_all.mkdir()
+    open_to_all.chmod(0o777)
+    file.touch()
+    assert doctor.folder_problem(good) == ("", "")
+    problem, fix = doctor.folder_problem(open_to_all)
+    assert "written by others" in problem
+    assert fix == f"run: chmod go-w {open_to_all}"
+    assert "not a folder" in doctor.folder_problem(file)[0]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_doctor_sees_a_read_only_cache(tmp_path):
+    tmp_path.chmod(0o555)
+    assert "not writable" in doctor.folder_problem(tmp_path / "cache")[0]
+
+
+# tools/dev
+
+
+def dev(root, *argv, timeout=300, **environment):
+    """Run tools/dev of a checkout from another folder and without the caller's environment."""
+    kept = {name: os.environ[name] for name in ("PATH", "LANG", "TMPDIR") if name in os.environ}
+    return subprocess.run(
+        ["bash", str(root / "tools" / "dev"), *argv],
+        cwd="/",
+        env={**kept, **environment},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+
+
+def test_dev_without_a_command_is_bad_usage():
+    assert dev(ROOT).stdout.startswith("bash tools/dev demo")
+    assert dev(ROOT, "tset").returncode == 2
+    assert dev(ROOT, "run").returncode == 1
+
+
+def test_dev_refuses_another_python(tmp_path):
+    old = tmp_path / "python3"
+    old.write_text('#!/bin/sh\necho "Python 3.9.18"\nexit 1\n')
+    old.chmod(0o755)
+    done = dev(ROOT, "run", "true", PYTHON=str(old))
+    assert done.returncode == 1
+    assert "expected a Python 3.10 to 3.13, got Python 3.9.18" in done.stderr
+
+
+def test_dev_leaves_a_foreign_venv_alone(tmp_path):
+    root = tmp_path / "checkout"
+    copy_checkout(root)
+    (root / ".venv").mkdir()
+    (root / ".venv" / "mine").touch()
+    done = dev(root, "run", "true", PYTHON=sys.executable)
+    assert done.returncode == 1
+    assert "was not made by tools/dev" in done.stderr
+    assert (root / ".venv" / "mine").exists()
+
+
+def copy_checkout(root):
+    root.mkdir()
+    for name in ("moe_ep_jit", "kernels", "tools"):
+        shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
+    (root / "cache").mkdir()
+    shutil.copy(ROOT / "cache" / "shapes.toml", root / "cache")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, root)
+
+
+def test_dev_keeps_the_torch_that_is_there_without_a_registry(tmp_path):
+    """A path with a space, no HOME, no registry; then again, after a failure, and after that."""
+    root = tmp_path / "a checkout"
+    copy_checkout(root)
+    offline = {"PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull, "PYTHON": sys.executable}
+    probe = "import sys, torch, moe_ep_jit.cli as m; print(torch.__file__, m.__file__, sys.prefix)"
+
+    first = dev(root, "run", "python", "-c", probe, **offline)
+    assert first.returncode == 0, first.stderr
+    expected = f"{torch.__file__} {root}/moe_ep_jit/cli.py {root}/.venv\n"
+    assert first.stdout == expected
+
+    stamp = root / ".venv" / ".stamp"
+    made = stamp.stat().st_mtime_ns
+    second = dev(root, "run", "python", "-c", probe, timeout=60, **offline)
+    assert (second.stdout, second.stderr) == (expected, "")
+    assert stamp.stat().st_mtime_ns == made
+
+    project = root / "pyproject.toml"
+    text = project.read_text()
+    project.write_text(text.replace('"rich>=13",', '"rich>=13",\n    "moe-ep-jit-no-such-wheel",'))
+    failed = dev(root, "run", "true", **offline)
+    assert failed.returncode == 1
+    assert "could not install moe-ep-jit-no-such-wheel" in failed.stderr
+    assert not stamp.exists()
+
+    project.write_text(text)
+    again = dev(root, "run", "python", "-c", probe, **offline)
+    assert (again.returncode, again.stdout) == (0, expected), again.stderr
+    assert stamp.exists()
