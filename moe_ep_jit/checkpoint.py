@@ -26,9 +26,9 @@ FLOATS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 #: Static second-level scale of the NVFP4 intermediate where the checkpoint has none (DESIGN.md, 4).
 DEFAULT_H_GLOBAL_SCALE = 2.0**-8
 
-#: Slabs that an expert is cut into, so that a slab's temporaries (up to 30 bytes an element) are
-#: less than one expert of the source; more where 4 bits become 8.
-_SLABS_AN_EXPERT = 24
+#: Slabs that an expert is cut into, by source, so that a slab's temporaries (up to 30 bytes an
+#: element from floats, 16 for folding, 6 for 4 bits) are less than one expert of the source.
+_SLABS = {"fp32": 9, "bf16": 18, "fp16": 18, "mxfp8": 20, "nvfp4": 14}
 _SLABS_WHEN_REQUANTIZING = 48
 _SLAB_ROWS = packing.TILE_M
 _REQUANTIZED_ROWS = 32
@@ -298,7 +298,7 @@ def open_sources(
     for name, w in (("w13", w13), ("w2", w2)):
         rows, k = matrix_shape(problem, name)
         foreign = isinstance(w, BlockScaled) and w.format.name != problem.format
-        slabs = _SLABS_WHEN_REQUANTIZING if foreign else _SLABS_AN_EXPERT
+        slabs = _SLABS_WHEN_REQUANTIZING if foreign else _SLABS[format_name(w)]
         slab = elements // (slabs * k) // _SLAB_ROWS * _SLAB_ROWS
         order = _packed_rows(problem, name, gate_up, layout, device_of(w))
         scale = _source_scale(name, w, problem.num_local_experts, rows)

@@ -1,6 +1,7 @@
-"""Integer arithmetic that host and device share: workspace regions, launch arguments, control words.
+"""Integer arithmetic that host and device share: regions, launch arguments, control words.
 
-Nothing here imports torch or the DSL. A region, a control word or a launch argument is listed once, here.
+Nothing here imports torch or the DSL. A region, a control word or a launch argument is listed once,
+here.
 """
 
 from __future__ import annotations
@@ -68,14 +69,18 @@ class Region:
 
 
 def sf_pitch(rows: int, num_experts: int) -> int:
-    """Columns of ``h_sf``: one a row, each expert's first on a multiple of 4 (see ``first_sf_row``), and what a tile of
-    at most 64 reads beyond the last expert's rows.
+    """Columns of ``h_sf``: one a row, each expert's first on a multiple of 4 (``first_sf_row``).
+
+    The last 64 are what a tile of at most 64 rows reads beyond the last expert's.
     """
     return (rows + 3) // 4 * 4 + 4 * num_experts + 64
 
 
 def first_sf_row(first_row: int, expert: int) -> int:
-    """The column of ``h_sf`` of an expert's first row: 16-byte aligned for bulk copies, clear of its neighbours'."""
+    """The column of ``h_sf`` of an expert's first row.
+
+    16-byte aligned for bulk copies, and clear of its neighbours' columns.
+    """
     return (first_row + 3) // 4 * 4 + 4 * expert
 
 
@@ -90,14 +95,10 @@ def regions(problem: Problem, operand: str) -> dict[str, Region]:
     shapes = {
         "control": ((CONTROL_WORDS,), "i32"),
         "chunk_counts": ((ceil_div(slots, ROUTE_CHUNK), problem.num_experts), "i32"),
-        "slot_rank": (
-            (slots,),
-            "i32",
-        ),  # place among its chunk's slots of the same expert; -1: skipped
-        "expert_info": (
-            (problem.num_local_experts, 4),
-            "i32",
-        ),  # first n-tile, n-tiles, first row, rows
+        # place among its chunk's slots of the same expert; -1: skipped
+        "slot_rank": ((slots,), "i32"),
+        # first n-tile, n-tiles, first row, rows
+        "expert_info": ((problem.num_local_experts, 4), "i32"),
         "tiles": ((1 + ceil_div(rows, MIN_TILE_N) + problem.num_local_experts,), "i32"),
         "row_slot": ((rows,), "i32"),
         "recv_x": ((rows, problem.hidden), token),

@@ -22,11 +22,17 @@ def check(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
+def _is_int(value: object) -> bool:
+    """Whether ``value`` is a Python int: no bool, and no numpy integer, which JSON cannot say."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 @dataclass(frozen=True)
 class SwiGLU:
-    """``g * sigmoid(alpha * g) * (u + beta)`` with ``g = min(gate, limit)`` and ``u = clamp(up, -limit, limit)``.
+    """``g * sigmoid(alpha * g) * (u + beta)``, g = min(gate, limit), u = clamp(up, -limit, limit).
 
-    DeepSeek-V4 uses ``limit=10``; gpt-oss uses ``limit=7, alpha=1.702, beta=1``. ``limit=None`` clamps nothing.
+    DeepSeek-V4 uses ``limit=10``; gpt-oss uses ``limit=7, alpha=1.702, beta=1``. ``limit=None``
+    clamps nothing.
     """
 
     limit: float | None = None
@@ -48,13 +54,16 @@ class Problem:
     num_experts           over all ranks; divisible by ``num_ranks``; at most 512 a rank
     top_k                 1..32, at most ``num_experts``
     max_tokens            the most tokens one rank passes to one call
-    format                "mxfp8", "nvfp4", or "auto" until ``prepare_weights`` has decided (``weights.problem`` then says)
+    format                "mxfp8", "nvfp4", or "auto" until ``prepare_weights`` has decided
+                          (``weights.problem`` then says)
     num_ranks             expert-parallel ranks; this version runs 1
-    act                   activations of the experts: "mxfp8", "nvfp4", "bf16", or "auto" until ``prepare_weights`` has decided
+    act                   activations of the experts: "mxfp8", "nvfp4", "bf16", or "auto" until
+                          ``prepare_weights`` has decided
     wire, combine_wire    payload between ranks: "auto" follows ``act``; combine carries "bf16"
     activation            the gated activation and its constants
     bias                  True: both GEMMs add a bias (gpt-oss)
-    max_recv_rows         bound on the rows a rank receives in one call; None: the worst case, ranks * max_tokens * top_k
+    max_recv_rows         bound on the rows a rank receives in one call; None: the worst case,
+                          ranks * max_tokens * top_k
     """
 
     hidden: int
@@ -75,63 +84,64 @@ class Problem:
         for name in ("hidden", "intermediate"):
             size = getattr(self, name)
             check(
-                isinstance(size, int) and size > 0 and size % 64 == 0,
-                f"{name}: expected a positive multiple of 64, got {size!r}; pad the checkpoint's {name} to a multiple of 64",
+                _is_int(size) and size > 0 and size % 64 == 0,
+                f"{name}: expected a positive multiple of 64, got {size!r}; pad the checkpoint's "
+                f"{name} to a multiple of 64",
             )
         check(
-            isinstance(self.num_experts, int) and self.num_experts >= 1,
+            _is_int(self.num_experts) and self.num_experts >= 1,
             f"num_experts: expected at least 1, got {self.num_experts!r}",
         )
         check(
-            self.num_ranks == 1,
+            _is_int(self.num_ranks) and self.num_ranks == 1,
             f"num_ranks: expected 1 (this version runs one rank), got {self.num_ranks!r}",
         )
         check(
             self.num_experts % self.num_ranks == 0,
-            f"num_experts: expected a multiple of num_ranks={self.num_ranks}, got {self.num_experts}; add padding experts or change the ranks",
+            f"num_experts: expected a multiple of num_ranks={self.num_ranks}, got "
+            f"{self.num_experts}; add padding experts or change the ranks",
         )
         check(
             self.num_local_experts <= MAX_LOCAL_EXPERTS,
-            f"num_experts: expected at most {MAX_LOCAL_EXPERTS} a rank, got {self.num_local_experts}; use more ranks",
+            f"num_experts: expected at most {MAX_LOCAL_EXPERTS} a rank, got "
+            f"{self.num_local_experts}; use more ranks",
+        )
+        most = min(MAX_TOP_K, self.num_experts)
+        check(
+            _is_int(self.top_k) and 1 <= self.top_k <= most,
+            f"top_k: expected 1..{most} (at most {MAX_TOP_K} and at most "
+            f"num_experts={self.num_experts}), got {self.top_k!r}",
         )
         check(
-            isinstance(self.top_k, int) and 1 <= self.top_k <= min(MAX_TOP_K, self.num_experts),
-            f"top_k: expected 1..{min(MAX_TOP_K, self.num_experts)} (at most {MAX_TOP_K} and at most num_experts={self.num_experts}), got {self.top_k!r}",
-        )
-        check(
-            isinstance(self.max_tokens, int) and self.max_tokens >= 1,
+            _is_int(self.max_tokens) and self.max_tokens >= 1,
             f"max_tokens: expected at least 1, got {self.max_tokens!r}",
         )
         check(
             self.max_tokens * self.top_k < 2**31,
-            f"max_tokens * top_k: expected below 2^31, got {self.max_tokens * self.top_k}; split the batch",
+            f"max_tokens * top_k: expected below 2^31, got {self.max_tokens * self.top_k}; "
+            "split the batch",
         )
         check(
             self.format in (*FORMATS, "auto"),
             f'format: expected "mxfp8", "nvfp4" or "auto", got {self.format!r}',
         )
-        acts = (
-            "auto",
-            *(
-                ACTS[self.format]
-                if self.format != "auto"
-                else dict.fromkeys(a for t in ACTS.values() for a in t)
-            ),
-        )
+        fitting = ACTS.values() if self.format == "auto" else (ACTS[self.format],)
+        acts = ("auto", *dict.fromkeys(act for names in fitting for act in names))
         check(
             self.act in acts,
             f"act: expected one of {acts} for format={self.format!r}, got {self.act!r}",
         )
         check(
             self.wire in ("auto", self.act) and self.combine_wire == "bf16",
-            f'wire, combine_wire: expected "auto" and "bf16" (one rank sends nothing), got {self.wire!r} and {self.combine_wire!r}',
+            f'wire, combine_wire: expected "auto" and "bf16" (one rank sends nothing), got '
+            f"{self.wire!r} and {self.combine_wire!r}",
         )
         check(
             isinstance(self.activation, SwiGLU),
             f"activation: expected SwiGLU(limit, alpha, beta), got {self.activation!r}",
         )
         check(
-            self.max_recv_rows is None or self.max_recv_rows >= 1,
+            self.max_recv_rows is None or (_is_int(self.max_recv_rows) and self.max_recv_rows >= 1),
             f"max_recv_rows: expected None or at least 1, got {self.max_recv_rows!r}",
         )
 

@@ -240,7 +240,7 @@ def update_weights(
     if kind in packing.FOLD_GROUPS:
         losses = {source.name: _measure_fold(source, problem.format, kind) for source in sources}
         check(
-            _fold_is_small(losses),
+            fold_is_small(losses),
             f"weights: folding as {kind} would lose too much on the new values ({losses}; allowed "
             f"{FOLD_BLOCK_LIMIT} a block, {FOLD_WHOLE_LIMIT} on the whole), and the kernels in use "
             "are built for that kind; call prepare_weights, then warmup, and capture graphs again",
@@ -337,12 +337,13 @@ def _choose_kind(
             losses[kind] = {
                 source.name: _measure_fold(source, problem.format, kind) for source in sources
             }
-            if _fold_is_small(losses[kind]):
+            if fold_is_small(losses[kind]):
                 return kind, losses
     return "mxfp8_exact", losses
 
 
-def _fold_is_small(losses: dict[str, dict[str, float]]) -> bool:
+def fold_is_small(losses: dict[str, dict[str, float]]) -> bool:
+    """True if folding may be used: measured losses by matrix, all within both limits."""
     return all(
         loss["worst_block"] <= FOLD_BLOCK_LIMIT and loss["whole"] < FOLD_WHOLE_LIMIT
         for loss in losses.values()

@@ -183,11 +183,13 @@ def test_work_goes_to_the_current_stream_and_the_host_does_not_wait():
     layer = make_layer("mxfp8")
     inputs = make_inputs(64)
     same = layer(*inputs).clone()
+    side = torch.cuda.Stream()  # the first of a process waits for the device
+    with torch.cuda.stream(side):
+        layer(*inputs)
     torch.cuda.synchronize()
     busy, done = torch.cuda.Event(), torch.cuda.Event()
     torch.cuda._sleep(2_000_000_000)  # about a second on the default stream
     busy.record()
-    side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         y = layer(*inputs)
         done.record()
@@ -334,11 +336,11 @@ def test_graphs_of_two_sizes_and_eager_calls_interleave():
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             layer(*inputs, out=out)
-        graphs.append((graph, out, same))
+        graphs.append((graph, out, same, inputs))  # a graph keeps addresses, not tensors
     eager = make_inputs(130)
     eager_same = layer(*eager).clone()
     for _ in range(3):
-        for graph, out, same in graphs:
+        for graph, out, same, _ in graphs:
             poison_bytes(out)
             graph.replay()
             assert torch.equal(bits(layer(*eager)), bits(eager_same))

@@ -14,5 +14,6 @@ def swiglu(gate, up, limit, alpha, beta):
     up = cute.arch.fmax(
         cute.arch.fmin(up, limit, nan=True), ptx.mul(limit, Float32(-1.0)), nan=True
     )
-    sigmoid = ptx.div(Float32(1.0), Float32(1.0) + cute.math.exp(ptx.mul(alpha, gate) * -1.0))
-    return gate * sigmoid * (up + beta)
+    # exp2 and the reciprocal are approximate to 22 bits, far below what the operands keep.
+    decay = ptx.exp2(ptx.mul(ptx.mul(alpha, Float32(-1.4426950408889634)), gate))
+    return gate * ptx.reciprocal(Float32(1.0) + decay) * (up + beta)

@@ -115,7 +115,7 @@ class Combine:
     def leave(self, route, thread, grid):
         """The CTA that finishes last marks the workspace free for the next call."""
         cute.arch.sync_threads()
-        if thread == 0 and route.stages == layout.STAGE_ALL:
+        if thread == 0:
             ticket = route.control + layout.CONTROL_COMBINE_TICKET * 4
             if cute.arch.atomic_add(ptx.ptr(Int32, ticket), Int32(1)) == grid - 1:
                 ptx.store(Int32, ticket, Int32(0))

@@ -18,7 +18,6 @@ from moe_ep_jit.kernels.common import quantize as q
 class RouteArgs(NamedTuple):
     """Run-time facts of a call's routing; addresses are Int64, 0 where absent."""
 
-    stages: Int32
     tokens: Int32
     num_tokens: Int64
     ids: Int64
@@ -186,12 +185,12 @@ class Route:
         if thread == 0:
             ptx.store(Int32, args.tiles, num_tiles)
             ptx.store(Int32, args.control + layout.CONTROL_ROUTE_TICKET * 4, Int32(0))
-            if args.stages == layout.STAGE_ALL:
-                in_flight = args.control + layout.CONTROL_IN_FLIGHT * 4
-                if cute.arch.atomic_exch(ptx.ptr(Int32, in_flight), Int32(1)) != 0:
-                    ptx.store_system(
-                        args.error + layout.ERROR_CODE * 4, Int32(layout.ERROR_TWO_STREAMS)
-                    )
+            # Set from here to the combine of this round: a second round that begins meanwhile says so.
+            in_flight = args.control + layout.CONTROL_IN_FLIGHT * 4
+            if cute.arch.atomic_exch(ptx.ptr(Int32, in_flight), Int32(1)) != 0:
+                ptx.store_system(
+                    args.error + layout.ERROR_CODE * 4, Int32(layout.ERROR_TWO_STREAMS)
+                )
 
     @cute.jit
     def scan(self, first_rows, first_tiles, lane):
@@ -234,9 +233,13 @@ class Dispatch:
     ):
         self.hidden, self.num_experts, self.top_k = hidden, num_experts, top_k
         self.fp8, self.act, self.x_kind = operand == "e4m3", act, x_kind
-        pieces = hidden // 16  # 16 elements a thread: one NVFP4 block, half an MXFP8 block
-        self.pieces_per_thread = layout.ceil_div(pieces, 512)
-        self.threads = layout.round_up(layout.ceil_div(pieces, self.pieces_per_thread), 32)
+        # A piece is what a thread reads at once: 16 elements to quantize (an NVFP4 block, half an MXFP8
+        # block); 8 to copy, which keeps a warp's stores next to each other.
+        self.copies = act == "bf16" and x_kind == "bf16"
+        self.piece = 8 if self.copies else 16
+        self.pieces = hidden // self.piece
+        self.pieces_per_thread = layout.ceil_div(self.pieces, 512)
+        self.threads = layout.round_up(layout.ceil_div(self.pieces, self.pieces_per_thread), 32)
 
     @cute.jit
     def __call__(self, route: RouteArgs, args: TokenArgs, num_sms: Int32, stream):
@@ -260,7 +263,7 @@ class Dispatch:
             if thread < self.top_k:
                 rows[thread] = self.row_of(route, token, thread)
             values = [
-                self.load(args, token, self.piece(thread, i)) for i in range(self.pieces_per_thread)
+                self.load(args, token, self.piece_at(thread, i)) for i in range(self.pieces_per_thread)
             ]
             packed, row_sf = self.quantize(values, maxima, thread)
             cute.arch.sync_threads()
@@ -289,12 +292,17 @@ class Dispatch:
             ptx.store(Int32, route.row_slot + Int64(row) * 4, slot)
         return row
 
-    def piece(self, thread, i):
+    def piece_at(self, thread, i):
         """The i-th piece of a thread; beyond the row, its last piece once more (read, never written)."""
-        return cutlass.min(thread + i * self.threads, Int32(self.hidden // 16 - 1))
+        return cutlass.min(thread + i * self.threads, Int32(self.pieces - 1))
 
     def load(self, args, token, piece):
-        """16 elements as Float32."""
+        """One piece: 16 elements as Float32, or 8 as the words that they are."""
+        if self.copies:
+            raw = cute.make_rmem_tensor(4, Int32)
+            address = args.x + (Int64(token) * args.x_stride + piece * 8) * 2
+            cute.autovec_copy(ptx.vector(Int32, address, 4), raw)
+            return [raw[i] for i in range(4)]
         if self.x_kind == "bf16":
             raw = cute.make_rmem_tensor(8, Int32)
             address = args.x + (Int64(token) * args.x_stride + piece * 16) * 2
@@ -335,6 +343,8 @@ class Dispatch:
 
     def quantize(self, values, maxima, thread):
         """Pieces of Float32 -> (packed words to store, the row's scale or None)."""
+        if self.copies:
+            return values, None
         if self.act == "bf16":
             return [self.pack_bf16(v) for v in values], None
         if self.act == "mxfp8":
@@ -400,8 +410,8 @@ class Dispatch:
         item = 1 if self.fp8 else 2
         for i in cutlass.range_constexpr(self.pieces_per_thread):
             piece = thread + i * self.threads
-            if piece < self.hidden // 16:
-                address = args.recv_x + Int64(row) * (self.hidden * item) + piece * (16 * item)
+            if piece < self.pieces:
+                address = args.recv_x + Int64(row) * (self.hidden * item) + piece * (self.piece * item)
                 for part in cutlass.range_constexpr(len(packed[i]) // 4):
                     words = cute.make_rmem_tensor(4, Int32)
                     for j in cutlass.range_constexpr(4):

@@ -58,14 +58,14 @@ def store(dtype, address, value):
     cute.make_tensor(ptr(dtype, address), cute.make_layout(1))[0] = value
 
 
-@dsl_user_op
-def load_acquire(address, *, loc=None, ip=None):
-    """Int32 at an address, ordered before every later access of this thread, at GPU scope."""
-    return Int32(
-        _asm(
-            T.i32(), [Int64(address)], "ld.acquire.gpu.global.s32 $0, [$1];", "=r,l,~{memory}", True
-        )
-    )
+def load_shared(dtype, address):
+    """One element at a shared address (Int32)."""
+    return cute.make_tensor(ptr(dtype, address, None, SMEM), cute.make_layout(1))[0]
+
+
+def store_shared(dtype, address, value):
+    """Write one element to a shared address (Int32)."""
+    cute.make_tensor(ptr(dtype, address, None, SMEM), cute.make_layout(1))[0] = value
 
 
 @dsl_user_op
@@ -224,6 +224,16 @@ def round_to_e4m3(x):
     return e4m3(pack_e4m3x2(x, Float32(0.0)))
 
 
+def exp2(x):
+    """2^x to about 22 bits; 0 and infinity where it leaves fp32."""
+    return Float32(_asm(T.f32(), [Float32(x)], "ex2.approx.f32 $0, $1;", "=f,f", False))
+
+
+def reciprocal(x):
+    """1 / x to about 23 bits."""
+    return Float32(_asm(T.f32(), [Float32(x)], "rcp.approx.f32 $0, $1;", "=f,f", False))
+
+
 def div(a, b):
     """IEEE division, to nearest even, denormals kept."""
     return Float32(
@@ -243,6 +253,3 @@ def add(a, b):
     return Float32(
         _asm(T.f32(), [Float32(a), Float32(b)], "add.rn.f32 $0, $1, $2;", "=f,f,f", False)
     )
-
-
-__all__ = [name for name in dir() if not name.startswith("_")]

@@ -69,7 +69,7 @@ def nvfp4_block(amax_bits, inverse_g):
     t = ptx.mul(ptx.mul(ptx.from_bits(amax_bits), inverse_g), Float32(INV_6))
     s = select_(amax_bits == NAN_BLOCK, ptx.from_bits(Int32(NAN_BLOCK)), ptx.round_to_e4m3(t))
     factor = select_(s == 0.0, Float32(0.0), ptx.mul(inverse_g, ptx.div(Float32(1.0), s)))
-    return s, factor, t > 448.0
+    return s, factor, t > 464.0  # what rounds to 448 has not saturated
 
 
 def round_to_e2m1(v):

@@ -88,7 +88,7 @@ class Forward:
     ):
         sf_stride = layout.sf_pitch(recv_rows, self.num_experts)
         route = RouteArgs(
-            stages, tokens, num_tokens, ids, ids_stride, ids_words, control, chunk_counts, slot_rank,
+            tokens, num_tokens, ids, ids_stride, ids_words, control, chunk_counts, slot_rank,
             expert_info, tiles, row_slot, error,
         )  # fmt: skip
         shared = (tiles, expert_info, row_slot)
