@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import ast
 import random
-from pathlib import Path
 
 import pytest
 
-from moe_ep_jit import layout
+from moe_ep_jit import cache_key, layout
 from moe_ep_jit.kernels.sm90.config import ladder
 from moe_ep_jit.problem import Problem
 
 OPERANDS = ["e4m3", "bf16"]
-FORWARD = Path(layout.__file__).parents[1] / "kernels" / "sm90" / "forward.py"
+FORWARD = cache_key.kernels_folder() / "sm90" / "forward.py"
 
 #: layer -> (hidden, intermediate, experts, top_k, max_tokens, max_recv_rows)
 LAYERS = {

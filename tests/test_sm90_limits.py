@@ -71,21 +71,36 @@ SHAPES = [
     Shape(256, 320, 512, 32),
     Shape(8256, 256, 6, 1),
 ]
+DISPATCHED = [Shape(64, 64, 3, 3, 500), Shape(320, 64, 6, 6, 400), Shape(8256, 64, 4, 2, 900)]
+FOLDED = Shape(320, 448, 4, 2, 300)
+MANY_TOKENS = Shape(512, 256, 64, 8, 8192)
+LONG = [Shape(7168, 256, 2, 1, 300_000), Shape(7168, 256, 2, 2, 300_000)]
+MANY_EXPERTS = Shape(7168, 3072, 384, 2, 64)
+
+#: (format, act) with a form of dispatched rows of their own.
+ACTS = [("mxfp8", "mxfp8"), ("mxfp8", "bf16"), ("nvfp4", "nvfp4"), ("nvfp4", "mxfp8")]
+DISPATCH_RUNG = variants.ladder(ARCH, "bf16")[1]
 
 
-def rungs(fmt, act="auto"):
-    """The smallest, a middle and the largest rung."""
-    operand = variants.operand_of(Shape(64, 64, 1, 1).problem(fmt, act))
-    ladder = variants.ladder(ARCH, operand)
+def rungs(fmt):
+    """The smallest, a middle and the largest rung of the format with its default act."""
+    ladder = variants.ladder(ARCH, "e4m3" if fmt == "mxfp8" else "bf16")
     return [ladder[0], ladder[2], ladder[-1]]
 
 
-def compile_ahead(problems, configs_of):
-    """Objects of many problems at once, on all cores: one by one would take minutes."""
+@pytest.fixture(scope="module", autouse=True)
+def _compiled():
+    """Objects of all layers here at once, on all cores: one by one would take minutes."""
+    shapes = [*SHAPES, MANY_TOKENS, *LONG, MANY_EXPERTS]
+    wanted = [(shape.problem(fmt), rungs(fmt)) for shape in shapes for fmt in MAIN]
+    wanted += [(FOLDED.problem("mxfp8"), rungs("mxfp8"))]
+    wanted += [
+        (shape.problem(fmt, act), [DISPATCH_RUNG]) for shape in DISPATCHED for fmt, act in ACTS
+    ]
     jobs = [
         job
-        for problem in problems
-        for job in presets.jobs(problem, ARCH, configs_of(problem))
+        for problem, configs in wanted
+        for job in presets.jobs(problem, ARCH, configs)
         if job.facts["kind"] != "mxfp8_group128"  # weights of one magnitude fold by rows
     ]
     done = precompile.run(jobs)
@@ -218,18 +233,12 @@ def assert_routed(views, ids, num_experts, tile_n):
     assert is_poison(views["slot_rank"][slots:])
 
 
-DISPATCHED = [
-    pytest.param(shape, fmt, act, id=f"{shape}-{fmt}-act-{act}")
-    for shape in (Shape(64, 64, 3, 3, 500), Shape(320, 64, 6, 6, 400), Shape(8256, 64, 4, 2, 900))
-    for fmt, act in (("mxfp8", "mxfp8"), ("mxfp8", "bf16"), ("nvfp4", "nvfp4"), ("nvfp4", "mxfp8"))
-]
-
-
-@pytest.mark.parametrize(("shape", "fmt", "act"), DISPATCHED)
+@pytest.mark.parametrize(("fmt", "act"), ACTS, ids=str)
+@pytest.mark.parametrize("shape", DISPATCHED, ids=str)
 def test_dispatch_is_exact(shape, fmt, act):
     weights = moe.prepare_weights(*normal_weights(shape.problem(fmt)), shape.problem(fmt, act))
     ws = moe.Workspace(weights.problem, operand=weights.operand, debug=False)
-    config = rungs(fmt, act)[1]
+    config = DISPATCH_RUNG
     tokens = shape.max_tokens - 7
     x = edge_rows(tokens, shape.hidden)
     # Experts 0 .. E-1, skipped slots (-1, E) and repeats; the last expert has most rows.
@@ -242,12 +251,14 @@ def test_dispatch_is_exact(shape, fmt, act):
     assert_routed(views, ids, shape.experts, config.tile_n)
 
     order, _ = route(ids, shape.experts)
-    want, want_sf = expected_operand(x, act, weights.operand)
+    want, want_sf = (
+        None if t is None else t.cuda() for t in expected_operand(x.cpu(), act, weights.operand)
+    )
     got = views["recv_x"][: len(order)]
     if weights.operand == "e4m3":
-        got = got.view(torch.float8_e4m3fn)
-        assert torch.equal(got.view(torch.uint8), want[order // shape.top_k].view(torch.uint8))
-    assert same_numbers(got.float(), want[order // shape.top_k].float())
+        assert torch.equal(got, want.view(torch.uint8)[order // shape.top_k])
+    else:
+        assert same_numbers(got, want[order // shape.top_k])
     if want_sf is None:
         assert is_poison(views["recv_sf"])
     else:
@@ -339,12 +350,12 @@ def test_intermediate_is_within_one_rounding(name):
 
 @pytest.mark.parametrize("config", [c for c in rungs("mxfp8") if c.fold_intermediate], ids=str)
 def test_folded_intermediate_is_exact(config):
-    shape = Shape(320, 448, 4, 2, 300)
+    shape = FOLDED
     problem = shape.problem("mxfp8")
     w13, w2 = normal_weights(problem)
-    # Features of one 32-block share a magnitude, 2^0 to 2^-26, so that blocks lie far apart.
+    # Features of one 32-block share a magnitude, 2^0 to 2^-13, so that blocks of h lie far apart.
     block = torch.arange(2 * shape.intermediate, device="cuda") % shape.intermediate // 32
-    w13 *= torch.exp2(-(block * 13 % 14 * 2).float())[:, None]
+    w13 *= torch.exp2(-(block * 13 % 14).float())[:, None]
     weights = moe.prepare_weights(w13, w2, problem)
     assert weights.kind == "mxfp8_row"
     ws = moe.Workspace(weights.problem, debug=False)
@@ -374,12 +385,6 @@ def test_folded_intermediate_is_exact(config):
 # Sizes and routing
 
 
-@pytest.fixture(scope="module")
-def _shapes_compiled():
-    problems = [shape.problem(fmt) for shape in SHAPES for fmt in MAIN]
-    compile_ahead(problems, lambda problem: rungs(problem.format))
-
-
 def zipf_ids(tokens, shape):
     """Expert e with a share of (e + 1)^-1.2, in a random order of experts."""
     share = torch.arange(1, shape.experts + 1, device="cuda").float() ** -1.2
@@ -387,7 +392,6 @@ def zipf_ids(tokens, shape):
     return torch.multinomial(share, tokens * shape.top_k, replacement=True).view(tokens, -1)
 
 
-@pytest.mark.usefixtures("_shapes_compiled")
 @pytest.mark.parametrize("fmt", MAIN)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_sizes(shape, fmt):
@@ -419,7 +423,7 @@ def test_sizes(shape, fmt):
 @pytest.mark.parametrize("fmt", MAIN)
 @pytest.mark.parametrize("skew", ["one expert", "zipf"])
 def test_skewed_routing_of_many_tokens(fmt, skew):
-    shape = Shape(512, 256, 64, 8, 8192)
+    shape = MANY_TOKENS
     problem = shape.problem(fmt)
     w13, w2 = normal_weights(problem)
     weights = moe.prepare_weights(w13, w2, problem)
@@ -440,9 +444,9 @@ def test_skewed_routing_of_many_tokens(fmt, skew):
 
 
 @pytest.mark.parametrize("fmt", MAIN)
-@pytest.mark.parametrize("top_k", [1, 2])
-def test_offsets_of_300_000_tokens(fmt, top_k):
-    shape = Shape(7168, 256, 2, top_k, 300_000)
+@pytest.mark.parametrize("shape", LONG, ids=str)
+def test_offsets_of_300_000_tokens(fmt, shape):
+    """x and the output pass 2^31 elements; with two rows a token, rows and slots pass 2^32."""
     problem = shape.problem(fmt)
     w13, w2 = normal_weights(problem)
     weights = moe.prepare_weights(w13, w2, problem)
@@ -453,9 +457,8 @@ def test_offsets_of_300_000_tokens(fmt, top_k):
     limit = 2**31 // shape.hidden  # 299,593: the first row that reaches element 2^31
     near = [torch.arange(middle - 8, middle + 8) for middle in (8, tokens // 2, limit, tokens - 8)]
     sample = torch.cat([*near, torch.randint(tokens, (500,))]).cuda()
-    # With two rows a token, rows and slots pass 2^31 and 2^32 elements long before x does.
     want = reference.moe_forward(x[sample], ids[sample], topk_weights[sample], plain)
-    out = torch.empty_like(x) if top_k == 2 else None
+    out = torch.empty_like(x) if shape.top_k == 2 else None
     for config in (None, rungs(fmt)[0]):
         poison(ws, weights)
         if out is not None:
@@ -473,7 +476,7 @@ def test_offsets_of_384_experts(fmt):
     """DeepSeek-V4 Pro's experts on one GPU: 16.9e9 elements of w13."""
     if torch.cuda.mem_get_info()[0] < 100e9:
         pytest.skip("needs 100 GB of free GPU memory")
-    shape = Shape(7168, 3072, 384, 2, 64)
+    shape = MANY_EXPERTS
     problem = shape.problem(fmt)
     w13, w2 = normal_weights(problem)
     weights = moe.prepare_weights(w13, w2, problem)

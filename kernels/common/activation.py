@@ -6,7 +6,8 @@ from moe_ep_jit.kernels.common import ptx
 
 
 def swiglu(gate, up, limit, alpha, beta):
-    """``g * sigmoid(alpha * g) * (u + beta)`` with ``g = min(gate, limit)``, ``u = clamp(up, -limit, limit)``; NaN stays NaN.
+    """``g * sigmoid(alpha * g) * (u + beta)`` with ``g = min(gate, limit)``, ``u = clamp(up,
+    -limit, limit)``; NaN stays NaN.
 
     limit is infinity where there is none.
     """

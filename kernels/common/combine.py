@@ -1,4 +1,6 @@
-"""Combine: the weighted sum of each token's rows, in fp32 and in the order of k, straight into the output."""
+"""Combine: the weighted sum of each token's rows, in fp32 and in the order of k, straight into the
+output.
+"""
 
 from typing import NamedTuple
 
@@ -7,7 +9,7 @@ from cutlass import BFloat16, Float16, Float32, Float64, Int32, Int64, cute, mem
 
 from moe_ep_jit import layout
 from moe_ep_jit.kernels.common import ptx
-from moe_ep_jit.kernels.common.dispatch import RouteArgs, live_tokens
+from moe_ep_jit.kernels.common.route import RouteArgs, live_tokens
 
 
 class CombineArgs(NamedTuple):
@@ -22,7 +24,8 @@ class CombineArgs(NamedTuple):
 
 
 class Combine:
-    """One CTA for 1024 elements of a token at a time, 8 a thread: the rows of all k in flight together.
+    """One CTA for 1024 elements of a token at a time, 8 a thread: the rows of all k in flight
+    together.
 
     A skipped slot's row was never written and is never read; a token without rows becomes zeros.
     """

@@ -3,14 +3,14 @@
 Pure functions (no side effect) may be moved, merged or dropped by the compiler; the others may not.
 """
 
-from cutlass import BFloat16, Float32, Int32, Int64, cute
+from cutlass import Float32, Int32, Int64, cute
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
 GMEM = cute.AddressSpace.gmem
 SMEM = cute.AddressSpace.smem
 
-#: L2 cache policies of createpolicy.fractional with fraction 1: what NVIDIA's own libraries pass as constants.
+#: L2 cache policies of createpolicy.fractional with fraction 1, as constants.
 EVICT_FIRST = 0x12F0000000000000
 EVICT_LAST = 0x14F0000000000000
 
@@ -33,7 +33,7 @@ def signed32(value: int) -> int:
     return value - (1 << 32) if value >= 1 << 31 else value
 
 
-# Memory by address: rows and experts need 64-bit products, so addresses are Int64 and offsets are added to them.
+# Memory by address: rows and experts need 64-bit products, so addresses are Int64, offsets added.
 
 
 def ptr(dtype, address, align=None, space=GMEM):
@@ -42,7 +42,7 @@ def ptr(dtype, address, align=None, space=GMEM):
 
 
 def vector(dtype, address, count, space=GMEM):
-    """``count`` elements at an address that is aligned to all of them, to be copied in one piece."""
+    """``count`` elements at an address that is aligned to all of them: one access copies them."""
     return cute.make_tensor(
         ptr(dtype, address, count * dtype.width // 8, space), cute.make_layout(count)
     )
@@ -84,7 +84,9 @@ def store_system(address, value, *, loc=None, ip=None):
 def bulk_load(dst, src, size, mbar, policy, *, loc=None, ip=None):
     """Copy ``size`` contiguous bytes from global to shared memory; the mbarrier counts them.
 
-    dst, mbar  shared addresses (Int32); src global address, all multiples of 16; policy an L2 cache policy
+    dst, mbar  shared addresses (Int32)
+    src        global address; like dst and size a multiple of 16
+    policy     L2 cache policy
     """
     _asm(
         None,
@@ -98,7 +100,10 @@ def bulk_load(dst, src, size, mbar, policy, *, loc=None, ip=None):
 
 @dsl_user_op
 def stmatrix_x4_trans(address, r0, r1, r2, r3, *, loc=None, ip=None):
-    """Store four 8x8 matrices of 16-bit elements, transposed; lane i gives the address of row i % 8 of matrix i / 8."""
+    """Store four 8x8 matrices of 16-bit elements, transposed.
+
+    address  lane i's: of row i % 8 of matrix i / 8
+    """
     _asm(
         None,
         [Int32(address), Int32(r0), Int32(r1), Int32(r2), Int32(r3)],
@@ -175,24 +180,18 @@ def swap_bytes_in_halves(a):
 
 def mul_bf16x2_by_low(a, pair):
     """Both halves of ``a`` times the low bf16 of ``pair``."""
-    return _i32(
-        "{.reg .b16 l,h; .reg .b32 s; mov.b32 {l,h}, $2; mov.b32 s, {l,l}; mul.rn.bf16x2 $0, $1, s;}",
-        a,
-        pair,
-    )
+    broadcast = "{.reg .b16 l,h; .reg .b32 s; mov.b32 {l,h}, $2; mov.b32 s, {l,l};"
+    return _i32(broadcast + " mul.rn.bf16x2 $0, $1, s;}", a, pair)
 
 
 def mul_bf16x2_by_high(a, pair):
     """Both halves of ``a`` times the high bf16 of ``pair``."""
-    return _i32(
-        "{.reg .b16 l,h; .reg .b32 s; mov.b32 {l,h}, $2; mov.b32 s, {h,h}; mul.rn.bf16x2 $0, $1, s;}",
-        a,
-        pair,
-    )
+    broadcast = "{.reg .b16 l,h; .reg .b32 s; mov.b32 {l,h}, $2; mov.b32 s, {h,h};"
+    return _i32(broadcast + " mul.rn.bf16x2 $0, $1, s;}", a, pair)
 
 
 def pack_e4m3x2(low, high):
-    """Two Float32 to E4M3, to nearest even, beyond 448 to 448, NaN to 0x7F; low in bits 0..7, high in 8..15."""
+    """Two Float32 to E4M3, in bits 0..7 and 8..15: to nearest even, saturating, NaN to 0x7F."""
     code = "{.reg .b16 p; cvt.rn.satfinite.e4m3x2.f32 p, $2, $1; mov.b32 $0, {p, 0};}"
     return Int32(_asm(T.i32(), [Float32(low), Float32(high)], code, "=r,f,f", False))
 
@@ -215,7 +214,10 @@ def high_bf16(pair):
 
 def e4m3(byte):
     """The E4M3 in the low 8 bits as Float32, exactly."""
-    code = "{.reg .b16 p,q,h,l; .reg .b32 d; mov.b32 {p,q}, $1; cvt.rn.f16x2.e4m3x2 d, p; mov.b32 {l,h}, d; cvt.f32.f16 $0, l;}"
+    code = (
+        "{.reg .b16 p,q,h,l; .reg .b32 d; mov.b32 {p,q}, $1; cvt.rn.f16x2.e4m3x2 d, p;"
+        " mov.b32 {l,h}, d; cvt.f32.f16 $0, l;}"
+    )
     return Float32(_asm(T.f32(), [Int32(byte)], code, "=f,r", False))
 
 

@@ -1,6 +1,7 @@
 """Block-scaled quantization in registers: the op sequences of ``moe_ep_jit.formats``, bit for bit.
 
-Plain functions over DSL numbers, traced inline. An amax travels as the bits of |x|, which order as integers do.
+Plain functions over DSL numbers, traced inline. An amax travels as the bits of |x|, which order as
+integers do.
 """
 
 import cutlass
@@ -50,7 +51,9 @@ def mxfp8_inverse(byte):
 
 
 def fold_factor(byte, target):
-    """2^(byte - target) for target >= byte, by which folding multiplies a block's elements; 0 where that underflows."""
+    """2^(byte - target) for target >= byte, by which folding multiplies a block's elements; 0 where
+    that underflows.
+    """
     return ptx.from_bits(cutlass.max(127 + byte - target, Int32(0)) << 23)
 
 
@@ -65,7 +68,9 @@ def nvfp4_row_inverse(g):
 
 
 def nvfp4_block(amax_bits, inverse_g):
-    """Block scale (an E4M3 as Float32, NaN for NAN_BLOCK), the elements' factor, and whether the scale saturated."""
+    """Block scale (an E4M3 as Float32, NaN for NAN_BLOCK), the elements' factor, and whether the
+    scale saturated.
+    """
     t = ptx.mul(ptx.mul(ptx.from_bits(amax_bits), inverse_g), Float32(INV_6))
     s = select_(amax_bits == NAN_BLOCK, ptx.from_bits(Int32(NAN_BLOCK)), ptx.round_to_e4m3(t))
     factor = select_(s == 0.0, Float32(0.0), ptx.mul(inverse_g, ptx.div(Float32(1.0), s)))

@@ -13,7 +13,8 @@ class Config:
 
     tile_n               tokens of a tile: 8, 16, 32, 64, 128 or 192
     num_math_warpgroups  each owns 64 weight rows of a tile: 4 (tile_m 256) or 2 (tile_m 128)
-    fold_intermediate    e4m3 only: fold the intermediate to one scale a row before the down GEMM, so that its main
+    fold_intermediate    e4m3 only: fold the intermediate to one scale a row before the down GEMM,
+                         so that its main
                          loop adds without scaling; False: its 32-blocks are scaled in the loop
     """
 
@@ -27,24 +28,30 @@ class Config:
 
 
 def ladder(operand: str) -> tuple[Config, ...]:
-    """Every rung for an operand ("e4m3" or "bf16"), smallest first. Each is right for any token count."""
+    """Every rung for an operand ("e4m3" or "bf16"), smallest first. Each is right for any token
+    count.
+    """
     fp8 = operand == "e4m3"
     return (
-        # Memory rules: four warpgroups stream the most weight bytes an SM, and a tile of tokens costs nothing.
+        # Memory rules: four warpgroups stream the most weight bytes an SM, and a tile of tokens
+        # costs nothing.
         Config(8, 4),
         Config(16, 4),
         Config(32, 4),
         Config(64, 4),
-        # Arithmetic rules: the accumulators of a wider tile leave registers for two math warpgroups. Scaling
-        # 32-blocks in the loop would cost as much as the MMA, so FP8 folds the intermediate first.
+        # Arithmetic rules: the accumulators of a wider tile leave registers for two math
+        # warpgroups. Scaling 32-blocks in the loop would cost as much as the MMA, so FP8 folds the
+        # intermediate first.
         Config(128, 2, fold_intermediate=fp8),
         Config(192, 2, fold_intermediate=fp8),
     )
 
 
 def choose_config(problem: Problem, operand: str, tokens: int) -> Config:
-    """The rung for a call of ``tokens`` tokens, from host facts alone: the smallest tile that holds twice the mean
-    rows of an expert, since under uniform routing few experts get more and each extra tile reads the weights again.
+    """The rung for a call of ``tokens`` tokens, from host facts alone: the smallest tile that holds
+    twice the mean
+    rows of an expert, since under uniform routing few experts get more and each extra tile reads
+    the weights again.
     """
     mean_rows = problem.num_ranks * tokens * problem.top_k / problem.num_experts
     rungs = ladder(operand)

@@ -1,9 +1,10 @@
-"""Epilogues of the grouped GEMM: one warpgroup's 64 weight rows x tile_n, registers to global memory.
+"""Epilogues of the grouped GEMM: one warpgroup's 64 weight rows x tile_n, registers to global
+memory.
 
 A thread holds, per 8 rows of the token side (n8), two weight rows (g and g + 8 of its warp's 16) x
-two neighbouring columns: accumulator 4 * n8 + 2 * row + column. Packed gate/up weights put a gate and
-its up there, so that a thread makes its features alone: warp w of the four makes features
-8 w .. 8 w + 7 of the strip's 32. ``thread`` is the thread's place in the warpgroup throughout.
+two neighbouring columns: accumulator 4 * n8 + 2 * row + column. Packed gate/up weights put a gate
+and its up there, so that a thread makes its features alone: warp w of the four makes features 8 w
+.. 8 w + 7 of the strip's 32. ``thread`` is the thread's place in the warpgroup throughout.
 """
 
 from typing import Any, NamedTuple
@@ -83,7 +84,8 @@ def fetch(gemm, tile, strip, thread, args):
 
 @cute.jit
 def finish(
-    gemm: cutlass.Constexpr, acc, tile, strip, wg, thread, constants: cutlass.Constexpr, shared, args
+    gemm: cutlass.Constexpr, acc, tile, strip, wg, thread, constants: cutlass.Constexpr, shared,
+    args
 ):  # fmt: skip
     """Scale, add the bias and write; the last tile's padding strips write nothing."""
     columns = shared.columns + wg * (gemm.tile_n * 8)
@@ -128,7 +130,8 @@ def scaled(value, row_scale, column_scale, bias):
 
 @cute.jit
 def gate_up(
-    gemm: cutlass.Constexpr, acc, tile, strip, wg, thread, constants: cutlass.Constexpr, buffers, args
+    gemm: cutlass.Constexpr, acc, tile, strip, wg, thread, constants: cutlass.Constexpr, buffers,
+    args
 ):  # fmt: skip
     """Scale, bias, SwiGLU, requantize; each row's 32 features to the intermediate."""
     warp, g, pair = thread // 32, thread % 32 // 4, thread % 4
@@ -141,7 +144,8 @@ def gate_up(
             for column in cutlass.range_constexpr(2):
                 v = first // 2 + column
                 gate, up = (
-                    scaled(acc[v + 2 * row], constants.scales[row], x_sf[column], constants.biases[row])
+                    scaled(acc[v + 2 * row], constants.scales[row], x_sf[column],
+                    constants.biases[row])
                     for row in range(2)
                 )  # fmt: skip
                 features.append(swiglu(gate, up, args.limit, args.alpha, args.beta))
@@ -237,7 +241,8 @@ def copy_rows(
 
 @cute.jit
 def down(
-    gemm: cutlass.Constexpr, acc, tile, strip, wg, thread, constants: cutlass.Constexpr, buffers, args
+    gemm: cutlass.Constexpr, acc, tile, strip, wg, thread, constants: cutlass.Constexpr, buffers,
+    args
 ):  # fmt: skip
     """Scale, bias, round to bf16; each row's 64 columns to the slot that the row came from.
 

@@ -12,7 +12,9 @@ BUILD = "moe_ep_jit.kernels.sm90.forward:compile_op"
 
 
 def operand_of_kind(kind: str) -> str:
-    """The MMA's token operand for prepared weights of a kind: FP8 wgmma ("e4m3") or 16-bit wgmma ("bf16")."""
+    """The MMA's token operand for prepared weights of a kind: FP8 wgmma ("e4m3") or 16-bit wgmma
+    ("bf16").
+    """
     return "e4m3" if kind in ("mxfp8_row", "mxfp8_group128") else "bf16"
 
 

@@ -5,23 +5,27 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-
 from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64, const_expr, cute
 
 from moe_ep_jit import layout
 from moe_ep_jit.kernels.common.combine import Combine, CombineArgs
-from moe_ep_jit.kernels.common.dispatch import Dispatch, FoldRows, Route, RouteArgs, TokenArgs
+from moe_ep_jit.kernels.common.dispatch import Dispatch, TokenArgs
+from moe_ep_jit.kernels.common.fold import Fold, FoldArgs
+from moe_ep_jit.kernels.common.route import Route, RouteArgs
 from moe_ep_jit.kernels.sm90.config import Config
 from moe_ep_jit.kernels.sm90.facts import operand_of_kind
 from moe_ep_jit.kernels.sm90.grouped_gemm import GemmArgs, GroupedGemm
 
 
 class Forward:
-    """route -> dispatch -> gate/up -> (fold) -> down -> combine, each launched while the one before it drains."""
+    """route -> dispatch -> gate/up -> (fold) -> down -> combine, each launched while the one before
+    it drains.
+    """
 
     def __init__(
-        self, *, hidden: int, intermediate: int, num_experts: int, top_k: int, kind: str, act: str, x_kind: str, config: Config
+        self, *, hidden: int, intermediate: int, num_experts: int, top_k: int, kind: str, act: str,
+        x_kind: str, config: Config
     ):  # fmt: skip
         operand = operand_of_kind(kind)
         self.fold_intermediate = config.fold_intermediate
@@ -34,10 +38,10 @@ class Forward:
             act=act,
             x_kind=x_kind,
         )
-        common = {"kind": kind, "act": act, "num_experts": num_experts, "config": config}
+        common = {"kind": kind, "act": act, "config": config}
         self.gate_up = GroupedGemm(gate_up=True, k=hidden, m=2 * intermediate, **common)
         self.num_experts = num_experts
-        self.fold = FoldRows(intermediate=intermediate, tile_n=config.tile_n)
+        self.fold = Fold(intermediate=intermediate, tile_n=config.tile_n)
         self.down = GroupedGemm(gate_up=False, k=intermediate, m=hidden, **common)
         self.combine = Combine(hidden=hidden, top_k=top_k)
 
@@ -104,7 +108,9 @@ class Forward:
             self.gate_up(recv_x, recv_rows, gate_up, num_sms, stream)
         if (stages & layout.STAGE_DOWN) != 0:
             if const_expr(self.fold_intermediate):
-                self.fold(tiles, expert_info, h, h_sf, sf_stride, recv_sf, num_sms, stream)
+                self.fold(
+                    FoldArgs(tiles, expert_info, h, h_sf, sf_stride, recv_sf), num_sms, stream
+                )
             down = GemmArgs(
                 w2, w2_sf, w2_bias, recv_sf, h_global_scale, *shared, y, h_sf, sf_stride, *swiglu
             )

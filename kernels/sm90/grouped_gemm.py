@@ -63,15 +63,15 @@ class Shared(NamedTuple):
 
 
 class GroupedGemm:
-    """One persistent CTA an SM; a tile is tile_m weight rows x tile_n rows of one expert x all of K.
+    """One persistent CTA an SM; a tile is tile_m weight rows x tile_n rows of an expert x all of K.
 
     Roles: warp 0: load; warpgroups 1..W: mma and epilogue, 64 weight rows each.
 
     full   load -> mma   1 arrive + the bytes of weights and scales (bulk copies) and tokens (TMA)
     empty  mma -> load   one arrive a math warp, once its wgmmas on the stage have retired
-    ring   load -> mma   the tile's coordinates; ordered by the full barrier of the tile's first stage
+    ring   load -> mma   the tile's coordinates; ordered by the full barrier of its first stage
 
-    load: for each stage of each tile: wait empty, expect bytes, copy. It runs on into the next tile.
+    load: for each stage of each tile: wait empty, expect bytes, copy. Runs on into the next tile.
     mma:  e4m3: four wgmmas of k32 into a temporary, drain, add to the accumulators (FP8 wgmma keeps
           about 13 bits of a sum, so every 128 of K moves to fp32); the warpgroups fall out of step
           by themselves and fill each other's gaps. bf16: decode 64 of K into one of two A buffers
@@ -82,10 +82,10 @@ class GroupedGemm:
     """
 
     def __init__(
-        self, *, kind: str, act: str, gate_up: bool, k: int, m: int, num_experts: int, config: Config
+        self, *, kind: str, act: str, gate_up: bool, k: int, m: int, config: Config
     ):  # fmt: skip
         self.kind, self.act, self.gate_up, self.k, self.m = kind, act, gate_up, k, m
-        self.num_experts, self.tile_n = num_experts, config.tile_n
+        self.tile_n = config.tile_n
         self.num_wgs = config.num_math_warpgroups
         self.decoder = DECODERS.get(kind)
         self.fp8 = self.decoder is None
@@ -101,7 +101,7 @@ class GroupedGemm:
         # Two k-blocks a stage halve the barrier work where decoding leaves little time for it.
         small = self.tile_n <= 32
         self.blocks_per_stage = 2 if not self.fp8 and self.k_blocks % 2 == 0 and small else 1
-        # Rows that the epilogue stages at once: few barriers in wide tiles, little memory in others.
+        # Rows that the epilogue stages at once: few barriers in wide tiles, little memory else.
         self.chunk_n = min(self.tile_n, 64 if self.num_wgs == 2 else 32)
         self.threads = 128 * (self.num_wgs + 1)
         self.plan_memory()
@@ -321,7 +321,9 @@ class GroupedGemm:
         acc = cute.make_rmem_tensor(acc_shape, Float32)
         # k32 steps a drain: all four, or where each has its own scale as many as have registers for
         # a temporary each.
-        steps = 4 if const_expr(not self.loop_sf or self.tile_n <= 16) else max(1, 64 // self.tile_n)
+        steps = (
+            4 if const_expr(not self.loop_sf or self.tile_n <= 16) else max(1, 64 // self.tile_n)
+        )
         temporaries = [
             cute.make_rmem_tensor(acc_shape, Float32)
             for _ in range(steps if const_expr(self.loop_sf) else 1)

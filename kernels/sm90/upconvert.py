@@ -1,7 +1,8 @@
-"""Weights in registers: packed 4- and 8-bit values and their block scales to bf16 wgmma A fragments.
+"""Weights in registers: packed 4- and 8-bit values and their block scales to bf16 wgmma A
+fragments.
 
-The layouts are ``packing.py``'s. Per 16 of K a thread makes four registers, two bf16 each: (row g | row g + 8) x
-(k 2c.. | k 2c + 8..), which is the order of an m64k16 A fragment.
+The layouts are ``packing.py``'s. Per 16 of K a thread makes four registers, two bf16 each: (row g |
+row g + 8) x (k 2c.. | k 2c + 8..), which is the order of an m64k16 A fragment.
 """
 
 from cutlass import Int32, cute
@@ -12,7 +13,8 @@ from moe_ep_jit.kernels.common import ptx
 class NvFp4:
     """E2M1 in bit planes and recoded E4M3 scales; the product is the weight times 2^-20, exactly.
 
-    Four codes share a 16-bit half so that a mask, or a shift and a mask, puts sign and magnitude at a bf16's bits
+    Four codes share a 16-bit half so that a mask, or a shift and a mask, puts sign and magnitude at
+    a bf16's bits
     15 and 8..6: there an E2M1 code reads as its value times 2^-126, its subnormal 0.5 included.
     """
 
@@ -39,12 +41,14 @@ class NvFp4:
         pair = scales[k16 // 2]
         if k16 % 2 == 1:
             pair = ptx.swap_bytes_in_halves(pair)
-        # The stored byte is the scale's exponent and mantissa; the constant makes it the scale times 2^106.
+        # The stored byte is the scale's exponent and mantissa; the constant makes it the scale
+        # times 2^106.
         pair = ptx.and_or(pair, Int32(0x0FF00FF0), Int32(0x70007000))
         sign_and_magnitude = 0x81C081C0
         plane0 = ptx.and_const(word, sign_and_magnitude)
         plane1 = ptx.and_const(ptx.shift_left(word, 3), sign_and_magnitude)
-        # Field 6 low, sign 1 low: times 2 + 64 shifts both at once, and the masks keep the copies apart.
+        # Field 6 low, sign 1 low: times 2 + 64 shifts both at once, and the masks keep the copies
+        # apart.
         plane2 = ptx.and_const(
             ptx.mul_const(ptx.and_const(word, 0x40074007), 66), sign_and_magnitude
         )
@@ -62,7 +66,8 @@ class NvFp4:
 class MxFp8:
     """E4M3 and its UE8M0 scales relative to the row's largest, exactly.
 
-    An E4M3's bits at a bf16's 15 and 10..4 read as its value times 2^-120; the scale byte carries 2^120 more.
+    An E4M3's bits at a bf16's 15 and 10..4 read as its value times 2^-120; the scale byte carries
+    2^120 more.
     """
 
     blob_bytes = 8448

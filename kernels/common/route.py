@@ -1,0 +1,213 @@
+"""Route: count the rows of each expert and give each slot its place.
+
+A slot is a (token, k) pair, numbered token * top_k + k; each slot with a valid id becomes one row.
+Rows of an expert are neighbours, in the order of their slots. Ids below 0 or beyond the experts,
+and every slot at or beyond the live token count, are skipped.
+"""
+
+from typing import NamedTuple
+
+import cutlass
+from cutlass import Int16, Int32, Int64, cute, memory, select_
+
+from moe_ep_jit import layout
+from moe_ep_jit.kernels.common import ptx
+
+
+class RouteArgs(NamedTuple):
+    """Run-time facts of a call's routing; addresses are Int64, 0 where absent."""
+
+    tokens: Int32
+    num_tokens: Int64
+    ids: Int64
+    ids_stride: Int64
+    ids_words: Int32
+    control: Int64
+    chunk_counts: Int64
+    slot_rank: Int64
+    expert_info: Int64
+    tiles: Int64
+    row_slot: Int64
+    error: Int64
+
+
+@cute.jit
+def live_tokens(args):
+    """Rows of x that count: the device's number where one is given, never beyond x."""
+    live = args.tokens
+    if args.num_tokens != 0:
+        live = cutlass.max(cutlass.min(ptx.load(Int32, args.num_tokens), live), 0)
+    return live
+
+
+@cute.jit
+def expert_of(args, token, k, num_experts: cutlass.Constexpr):
+    """The expert of a slot, -1 if it is to be skipped."""
+    address = args.ids + (Int64(token) * args.ids_stride + k) * (4 * args.ids_words)
+    expert = ptx.load(Int32, address)
+    if args.ids_words == 2:
+        # An int64 that is no int32 is out of range.
+        if ptx.load(Int32, address + 4) != 0:
+            expert = Int32(-1)
+    if expert >= num_experts:
+        expert = Int32(-1)
+    return cutlass.max(expert, Int32(-1))
+
+
+class Route:
+    """One CTA a chunk of slots; a warp's lanes are neighbouring slots.
+
+    Each warp finds the lanes with equal ids, so a slot's rank in its chunk is its rank in the warp
+    plus the counts of the
+    warps before: deterministic, without atomics. The CTA that finishes last turns the chunks'
+    counts into prefix sums,
+    the experts' first rows and the list of n-tiles; nobody waits for it but the next kernel.
+    """
+
+    def __init__(self, *, num_experts: int, top_k: int, tile_n: int):
+        self.num_experts, self.top_k, self.tile_n = num_experts, top_k, tile_n
+        self.threads = layout.ROUTE_CHUNK
+        self.num_warps = self.threads // 32
+
+    @cute.jit
+    def __call__(self, args: RouteArgs, stream):
+        slots = args.tokens * self.top_k
+        chunks = cutlass.max((slots + layout.ROUTE_CHUNK - 1) // layout.ROUTE_CHUNK, 1)
+        self.kernel(args).launch(
+            grid=(chunks, 1, 1), block=(self.threads, 1, 1), stream=stream, use_pdl=True
+        )
+
+    @cute.kernel
+    def kernel(self, args: RouteArgs):
+        thread, _, _ = cute.arch.thread_idx()
+        chunk, _, _ = cute.arch.block_idx()
+        smem = memory.SmemAllocator()
+        counts = smem.allocate_tensor(
+            Int16, cute.make_layout(self.num_warps * self.num_experts), 16
+        )
+        first_rows = smem.allocate_tensor(Int32, cute.make_layout(self.num_experts + 1), 16)
+        first_tiles = smem.allocate_tensor(Int32, cute.make_layout(self.num_experts + 1), 16)
+        is_last = smem.allocate_tensor(Int32, cute.make_layout(1), 16)
+        for i in cutlass.range(thread, self.num_warps * self.num_experts, self.threads):
+            counts[i] = Int16(0)
+        # The call before may still read the regions that are written below.
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+        cute.arch.sync_threads()
+        self.count(args, counts, thread, chunk)
+        if thread == 0:
+            # release: the counts and ranks of this chunk are visible to the CTA that finishes last
+            cute.arch.fence_acq_rel_gpu()
+            grid, _, _ = cute.arch.grid_dim()
+            ticket = cute.arch.atomic_add(ptx.ptr(Int32, args.control), Int32(1))
+            is_last[0] = Int32(ticket == grid - 1)
+        cute.arch.sync_threads()
+        if is_last[0] != 0:
+            # acquire: the counts of every chunk, released before its ticket
+            cute.arch.fence_acq_rel_gpu()
+            self.place(args, first_rows, first_tiles, thread)
+
+    @cute.jit
+    def count(self, args, counts, thread, chunk):
+        """Rank this chunk's slots within their experts and store the chunk's counts."""
+        slot = chunk * layout.ROUTE_CHUNK + thread
+        token = slot // self.top_k
+        warp = thread // 32
+        expert = Int32(-1)
+        if token < live_tokens(args):
+            expert = expert_of(args, token, slot - token * self.top_k, self.num_experts)
+        same = ptx.match_any(expert)
+        rank = cute.arch.popc(same & ptx.lanemask_lt())
+        if expert >= 0 and rank == 0:
+            counts[warp * self.num_experts + expert] = Int16(cute.arch.popc(same))
+        cute.arch.sync_threads()
+        for e in cutlass.range(thread, self.num_experts, self.threads):
+            total = Int32(0)
+            for w in cutlass.range(self.num_warps):
+                mine = Int32(counts[w * self.num_experts + e])
+                counts[w * self.num_experts + e] = Int16(total)
+                total += mine
+            ptx.store(Int32, args.chunk_counts + (Int64(chunk) * self.num_experts + e) * 4, total)
+        cute.arch.sync_threads()
+        if token < args.tokens:
+            if expert >= 0:
+                rank += Int32(counts[warp * self.num_experts + expert])
+            ptx.store(
+                Int32, args.slot_rank + Int64(slot) * 4, select_(expert >= 0, rank, Int32(-1))
+            )
+        cute.arch.sync_threads()
+
+    @cute.jit
+    def place(self, args, first_rows, first_tiles, thread):
+        """Prefix sums over chunks and experts, the experts' rows and the list of n-tiles."""
+        chunks, _, _ = cute.arch.grid_dim()
+        for e in cutlass.range(thread, self.num_experts, self.threads):
+            total = Int32(0)
+            for c in cutlass.range(chunks, unroll=4):
+                address = args.chunk_counts + (Int64(c) * self.num_experts + e) * 4
+                mine = ptx.load(Int32, address)
+                ptx.store(Int32, address, total)
+                total += mine
+            first_rows[e] = total
+        cute.arch.sync_threads()
+        if thread < 32:
+            self.scan(first_rows, first_tiles, thread)
+        cute.arch.sync_threads()
+        for e in cutlass.range(thread, self.num_experts, self.threads):
+            info = cute.make_rmem_tensor(4, Int32)
+            info[0] = first_tiles[e]
+            info[1] = first_tiles[e + 1] - first_tiles[e]
+            info[2] = first_rows[e]
+            info[3] = first_rows[e + 1] - first_rows[e]
+            cute.autovec_copy(info, ptx.vector(Int32, args.expert_info + Int64(e) * 16, 4))
+        num_tiles = first_tiles[self.num_experts]
+        for i in cutlass.range(thread, num_tiles, self.threads):
+            # The expert of n-tile i: the last whose first tile is at or before it.
+            low, high = Int32(0), Int32(self.num_experts)
+            while high - low > 1:
+                middle = (low + high) // 2
+                if first_tiles[middle] <= i:
+                    low = middle
+                else:
+                    high = middle
+            ptx.store(Int32, args.tiles + Int64(1 + i) * 4, low)
+        if thread == 0:
+            ptx.store(Int32, args.tiles, num_tiles)
+            ptx.store(Int32, args.control + layout.CONTROL_ROUTE_TICKET * 4, Int32(0))
+            # Set from here to the combine of this round: a second round that begins meanwhile says
+            # so.
+            in_flight = args.control + layout.CONTROL_IN_FLIGHT * 4
+            if cute.arch.atomic_exch(ptx.ptr(Int32, in_flight), Int32(1)) != 0:
+                ptx.store_system(
+                    args.error + layout.ERROR_CODE * 4, Int32(layout.ERROR_TWO_STREAMS)
+                )
+
+    @cute.jit
+    def scan(self, first_rows, first_tiles, lane):
+        """One warp: counts in ``first_rows`` become exclusive sums; those of the n-tiles go to
+        ``first_tiles``.
+        """
+        row_base, tile_base = Int32(0), Int32(0)
+        for group in cutlass.range((self.num_experts + 31) // 32):
+            e = group * 32 + lane
+            rows = Int32(0)
+            if e < self.num_experts:
+                rows = first_rows[e]
+            tiles = (rows + self.tile_n - 1) // self.tile_n
+            row_sum, tile_sum = rows, tiles
+            for power in cutlass.range_constexpr(5):
+                distance = 1 << power
+                row_before = cute.arch.shuffle_sync_up(row_sum, distance, mask_and_clamp=0)
+                tile_before = cute.arch.shuffle_sync_up(tile_sum, distance, mask_and_clamp=0)
+                if lane >= distance:
+                    row_sum += row_before
+                    tile_sum += tile_before
+            cute.arch.sync_warp()
+            if e < self.num_experts:
+                first_rows[e] = row_base + row_sum - rows
+                first_tiles[e] = tile_base + tile_sum - tiles
+            row_base += cute.arch.shuffle_sync(row_sum, 31)
+            tile_base += cute.arch.shuffle_sync(tile_sum, 31)
+        if lane == 0:
+            first_rows[self.num_experts] = row_base
+            first_tiles[self.num_experts] = tile_base
