@@ -21,12 +21,10 @@ class FoldArgs(NamedTuple):
 
 
 class Fold:
-    """Fold the intermediate's 32-blocks to one scale a row, in place: ``formats.fold`` of what
-    gate/up wrote.
+    """``formats.fold`` of the intermediate that gate/up wrote, in place.
 
-    One CTA an n-tile at a time, 32 rows of it together: a lane a row where the scales are read
-    (those of neighbouring
-    rows are neighbours), then a warp a row.
+    One CTA takes 32 rows of an n-tile at a time: a lane a row where the scales are read (those of
+    neighbouring rows are neighbours), then a warp a row.
     """
 
     threads = 256

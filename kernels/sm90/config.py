@@ -13,9 +13,9 @@ class Config:
 
     tile_n               tokens of a tile: 8, 16, 32, 64, 128 or 192
     num_math_warpgroups  each owns 64 weight rows of a tile: 4 (tile_m 256) or 2 (tile_m 128)
-    fold_intermediate    e4m3 only: fold the intermediate to one scale a row before the down GEMM,
-                         so that its main
-                         loop adds without scaling; False: its 32-blocks are scaled in the loop
+    fold_intermediate    e4m3 only: fold the intermediate to one scale a row before the down GEMM, so
+                         that its main loop adds without scaling; False: its 32-blocks are scaled in
+                         the loop
     """
 
     tile_n: int
@@ -48,10 +48,10 @@ def ladder(operand: str) -> tuple[Config, ...]:
 
 
 def choose_config(problem: Problem, operand: str, tokens: int) -> Config:
-    """The rung for a call of ``tokens`` tokens, from host facts alone: the smallest tile that holds
-    twice the mean
-    rows of an expert, since under uniform routing few experts get more and each extra tile reads
-    the weights again.
+    """The rung for a call of ``tokens`` tokens, from host facts alone.
+
+    The smallest tile that holds twice the mean rows of an expert: under uniform routing few experts
+    get more, and each tile beyond the first reads the expert's weights again.
     """
     mean_rows = problem.num_ranks * tokens * problem.top_k / problem.num_experts
     rungs = ladder(operand)

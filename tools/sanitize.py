@@ -1,0 +1,60 @@
+"""Every kernel on small shapes, for ``compute-sanitizer --tool T python -m moe_ep_jit.tools.sanitize``.
+
+Compile first (a run without the sanitizer does), since the tools slow the compiler down too.
+"""
+
+from __future__ import annotations
+
+import torch
+
+import moe_ep_jit as moe
+from moe_ep_jit import variants
+
+HIDDEN, INTERMEDIATE, EXPERTS, TOP_K, TOKENS = 192, 320, 5, 3, 70
+#: (format, act, tile_n of the rungs to run)
+LAYERS = (
+    ("mxfp8", "mxfp8", (8, 64, 192)),
+    ("mxfp8", "bf16", (16,)),
+    ("nvfp4", "bf16", (8, 64, 192)),
+    ("nvfp4", "nvfp4", (32,)),
+    ("nvfp4", "mxfp8", (128,)),
+)
+
+
+def main() -> None:
+    """Two calls of each layer and rung: the second meets what the first has left behind."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).cuda()
+
+    w13, w2 = (
+        normal(EXPERTS, 2 * INTERMEDIATE, HIDDEN) / 16,
+        normal(EXPERTS, HIDDEN, INTERMEDIATE) / 16,
+    )
+    x = normal(TOKENS, HIDDEN).bfloat16()
+    ids = torch.randint(-1, EXPERTS - 1, (TOKENS, TOP_K), generator=generator).cuda()
+    topk_weights = normal(TOKENS, TOP_K)
+    for fmt, act, tiles in LAYERS:
+        problem = moe.Problem(
+            hidden=HIDDEN,
+            intermediate=INTERMEDIATE,
+            num_experts=EXPERTS,
+            top_k=TOP_K,
+            max_tokens=TOKENS,
+            format=fmt,
+            act=act,
+        )
+        weights = moe.prepare_weights(w13, w2, problem)
+        ws = moe.Workspace(problem, operand=weights.operand)
+        rungs = [c for c in variants.ladder(ws.arch, weights.operand) if c.tile_n in tiles]
+        moe.warmup(ws, weights, configs=rungs)
+        for config in rungs:
+            for _ in range(2):
+                moe.moe_forward(x, ids, topk_weights, weights, ws, config=config)
+        ws.check()
+    print(f"{sum(len(tiles) for _, _, tiles in LAYERS)} rungs ran")  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()
