@@ -21,7 +21,7 @@ from moe_ep_jit import reference, variants
 
 # Odd multiples of 64. Where an intermediate value lies close to the middle of two E4M3, the kernel
 # may round it to the other one: 6 to 12 % of that value, which shows in narrow rows (832: 3.3 %).
-HIDDEN, INTERMEDIATE, EXPERTS, TOP_K, MAX_TOKENS = 576, 1984, 8, 4, 300
+HIDDEN, INTERMEDIATE, EXPERTS, TOP_K, MAX_TOKENS = 576, 4032, 8, 4, 300
 GPT_OSS = moe.SwiGLU(limit=7.0, alpha=1.702, beta=1.0)
 
 #: Relative L2 of the whole against the reference; worst row and block may reach three times that.
@@ -142,11 +142,53 @@ def uneven_ids(tokens):
 
 
 def assert_close(got, want, fmt):
+    """DESIGN's bounds; the whole of a few rows is bounded as a row is."""
     errors = reference.error(got, want)
     bound = BOUNDS[fmt]
-    assert errors.whole < bound, errors
+    assert errors.whole < (bound if len(got) >= 32 else 3 * bound), errors
     assert errors.worst_row < 3 * bound, errors
     assert errors.worst_block < 3 * bound, errors
+
+
+def want_from_intermediate(ws, weights, plain, inputs, config):
+    """The layer's end in fp32, from the intermediate that the kernels of a finished call left.
+
+    No value is requantized behind it, so that the result must agree far closer than the whole
+    layer, where a rounding of the intermediate may fall the other way.
+    """
+    problem = weights.problem
+    x, ids, topk_weights = inputs
+    views = ws.views(problem, weights.operand)
+    y = torch.zeros(ids.numel(), problem.hidden, device=x.device)
+    for expert, (_, _, first, rows) in enumerate(views["expert_info"].tolist()):
+        piece = slice(first, first + rows)
+        h = views["h"][piece]
+        if weights.operand == "bf16":
+            h = h.float()
+            if problem.act == "nvfp4":
+                h = h * weights.h_global_scale[expert]
+        elif config.fold_intermediate:
+            h = h.view(torch.float8_e4m3fn).float() * views["recv_sf"][piece, None]
+        else:
+            column = -(-first // 4) * 4 + 4 * expert  # an expert's scales begin on a multiple of 4
+            sf = views["h_sf"][:, column : column + rows].T
+            h = h.view(torch.float8_e4m3fn).float() * sf.repeat_interleave(32, 1)
+        rows_y = h @ plain.dequantize("w2", expert).view(problem.hidden, -1).T
+        if problem.bias:
+            rows_y += plain.bias("w2")[expert]
+        y[views["row_slot"][piece].long()] = rows_y.bfloat16().float()
+    y = y.view(*ids.shape, problem.hidden)
+    valid = (ids >= 0) & (ids < problem.num_experts)
+    scale = torch.where(valid, topk_weights.float(), 0.0)
+    return (y * scale[..., None]).sum(1).bfloat16()
+
+
+def assert_end_is_exact(got, want):
+    """Rounding to bf16, twice, is all that may differ."""
+    errors = reference.error(got, want)
+    assert errors.whole < 2e-3, errors
+    assert errors.worst_row < 6e-3, errors
+    assert errors.worst_block < 6e-3, errors
 
 
 def bits(tensor):

@@ -13,7 +13,16 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from conftest import poison_bytes
-from sm90_cases import BOUNDS, MAIN, assert_close, bits, make_inputs, make_layer
+from sm90_cases import (
+    BOUNDS,
+    MAIN,
+    assert_close,
+    assert_end_is_exact,
+    bits,
+    make_inputs,
+    make_layer,
+    want_from_intermediate,
+)
 
 import moe_ep_jit as moe
 from moe_ep_jit import reference, variants
@@ -73,8 +82,8 @@ SHAPES = [
 ]
 DISPATCHED = [Shape(64, 64, 3, 3, 500), Shape(320, 64, 6, 6, 400), Shape(8256, 64, 4, 2, 900)]
 FOLDED = Shape(320, 448, 4, 2, 300)
-MANY_TOKENS = Shape(512, 256, 64, 8, 8192)
-LONG = [Shape(7168, 256, 2, 1, 300_000), Shape(7168, 256, 2, 2, 300_000)]
+MANY_TOKENS = Shape(512, 2048, 64, 8, 8192)
+LONG = [Shape(7168, 2048, 2, 1, 300_000), Shape(7168, 256, 2, 2, 300_000)]
 MANY_EXPERTS = Shape(7168, 3072, 384, 2, 64)
 
 #: (format, act) with a form of dispatched rows of their own.
@@ -411,12 +420,13 @@ def test_sizes(shape, fmt):
         for config in rungs(fmt):
             poison(ws, weights)
             got = moe.moe_forward(*inputs, weights, ws, config=config)
-            if shape.intermediate < 256:
-                # A row of so few features hangs on single roundings of the intermediate: one that
-                # falls the other way (sums in another order) can exceed a row's bound.
-                assert reference.error(got, want).whole < BOUNDS[fmt]
-            else:
+            assert reference.error(got, want).whole < BOUNDS[fmt]
+            if fmt == "nvfp4" or shape.intermediate >= 2048:
                 assert_close(got, want, fmt)
+            # Rows of few features hang on single roundings of the intermediate, which may fall the
+            # other way: up to 4 % of a row even at 832 features. Behind them nothing may differ.
+            end = want_from_intermediate(ws, weights, plain, inputs, config)
+            assert_end_is_exact(got, end)
     ws.close()
 
 
@@ -464,7 +474,10 @@ def test_offsets_of_300_000_tokens(fmt, shape):
         if out is not None:
             poison_bytes(out)
         got = moe.moe_forward(x, ids, topk_weights, weights, ws, out=out, config=config)
-        assert_close(got[sample], want, fmt)
+        errors = reference.error(got[sample], want)
+        assert errors.whole < BOUNDS[fmt], errors
+        if shape.intermediate >= 2048:
+            assert_close(got[sample], want, fmt)
         assert not any(part.isnan().any() for part in got.split(1 << 15))
     if out is not None:
         assert is_poison(ws.output[-1000:])

@@ -100,7 +100,9 @@ class Layer:
         scores = torch.rand(self.ids.shape, generator=self.generator, device=device)
         self.topk_weights = scores / scores.sum(dim=1, keepdim=True)
         checked = min(tokens, _REFERENCE_TOKENS)
-        self.expected = reference.moe_forward(*self.inputs(checked), self.weights[0]).clone()
+        inputs = self.inputs(checked)
+        self.expected = reference.moe_forward(*inputs, self.weights[0]).clone()
+        self.dense = reference.dense_bf16(*inputs, activation=problem.activation, **self.source)
 
     def _normal(self, *shape: int, scale: float = 1.0) -> torch.Tensor:
         values = torch.empty(shape, dtype=torch.bfloat16, device=self.generator.device)
@@ -194,7 +196,9 @@ def measure(layer: Layer, tokens: int, iterations: int) -> dict[str, Any]:
         ]
 
     checked = min(tokens, len(layer.expected))
-    error = reference.error(call(0)[:checked], layer.expected[:checked])
+    got = call(0)[:checked].clone()
+    error = reference.error(got, layer.expected[:checked])
+    dense = reference.error(got, layer.dense[:checked])
     for i in range(len(sets)):
         call(i)
     graphs = [_capture(call, i) for i in range(len(sets))]
@@ -219,6 +223,7 @@ def measure(layer: Layer, tokens: int, iterations: int) -> dict[str, Any]:
         "rel_l2": error.whole,
         "worst_row": error.worst_row,
         "worst_block": error.worst_block,
+        "dense_rel_l2": dense.whole,
     }
 
 

@@ -1,6 +1,7 @@
-"""Every kernel on small shapes, for ``compute-sanitizer --tool T python -m moe_ep_jit.tools.sanitize``.
+"""Every kernel on small shapes: ``compute-sanitizer --tool T python -m moe_ep_jit.tools.sanitize``.
 
 Compile first (a run without the sanitizer does), since the tools slow the compiler down too.
+Weights are prepared on the CPU, so that what the tools see is this package's kernels.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ def main() -> None:
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator).cuda()
+        return torch.randn(shape, generator=generator)
 
     w13, w2 = (
         normal(EXPERTS, 2 * INTERMEDIATE, HIDDEN) / 16,
         normal(EXPERTS, HIDDEN, INTERMEDIATE) / 16,
     )
-    x = normal(TOKENS, HIDDEN).bfloat16()
+    x = normal(TOKENS, HIDDEN).bfloat16().cuda()
     ids = torch.randint(-1, EXPERTS - 1, (TOKENS, TOP_K), generator=generator).cuda()
-    topk_weights = normal(TOKENS, TOP_K)
+    topk_weights = normal(TOKENS, TOP_K).cuda()
     for fmt, act, tiles in LAYERS:
         problem = moe.Problem(
             hidden=HIDDEN,
@@ -45,7 +46,7 @@ def main() -> None:
             format=fmt,
             act=act,
         )
-        weights = moe.prepare_weights(w13, w2, problem)
+        weights = moe.prepare_weights(w13, w2, problem, arch="sm_90a").to("cuda")
         ws = moe.Workspace(problem, operand=weights.operand)
         rungs = [c for c in variants.ladder(ws.arch, weights.operand) if c.tile_n in tiles]
         moe.warmup(ws, weights, configs=rungs)

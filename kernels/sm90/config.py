@@ -13,9 +13,8 @@ class Config:
 
     tile_n               tokens of a tile: 8, 16, 32, 64, 128 or 192
     num_math_warpgroups  each owns 64 weight rows of a tile: 4 (tile_m 256) or 2 (tile_m 128)
-    fold_intermediate    e4m3 only: fold the intermediate to one scale a row before the down GEMM, so
-                         that its main loop adds without scaling; False: its 32-blocks are scaled in
-                         the loop
+    fold_intermediate    e4m3 only: fold the intermediate to one scale a row before the down GEMM,
+                         so that its main loop adds unscaled; False: the loop scales 32-blocks
     """
 
     tile_n: int
