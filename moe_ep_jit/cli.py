@@ -153,7 +153,9 @@ def _precompile(args: argparse.Namespace, console: Console) -> int:
         for job in presets.jobs(preset.problem(fmt, args.act), args.arch)
     ]
     columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    notes = Console(stderr=True)
+    # Without a terminal the bar would be an empty line.
+    with Progress(*columns, console=notes, transient=True, disable=not notes.is_terminal) as bar:
         task = bar.add_task("compiling", total=None)
 
         def show(done: int, total: int, result: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,10 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
 from moe_ep_jit import cli, doctor
 from moe_ep_jit.problem import FORMATS, SwiGLU
-from moe_ep_jit.tools import bench, precompile, presets
+from moe_ep_jit.tools import bench, demo, precompile, presets
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -215,9 +217,10 @@ def test_precompile_passes_every_rung_on(cache, capsys, monkeypatch):
     monkeypatch.setattr(precompile, "run", fake)
     argv = ["precompile", "--preset", "gptoss-120b", "--format", "nvfp4", "--jobs", "2"]
     assert cli.main(argv) == 1
-    out = capsys.readouterr().out
-    assert "no luck" in out
-    assert "1 failed" in out
+    said = capsys.readouterr()
+    assert "no luck" in said.out
+    assert "1 failed" in said.out
+    assert said.err == ""  # a progress bar is for a terminal
     ((jobs, workers),) = seen
     assert workers == 2
     (preset,) = presets.load(["gptoss-120b"])
@@ -255,6 +258,45 @@ def test_demo_compiles_then_loads(cache):
         assert len(kernels) >= 2 * len(FORMATS)
         statuses.append({kernel["status"] for kernel in kernels})
     assert statuses == [{"compiled"}, {"loaded"}]
+
+
+@pytest.mark.parametrize("on_gpu", [False, True], ids=["cpu", "gpu"])
+def test_demo_says_what_ran(on_gpu, capsys):
+    result = {
+        "format": "nvfp4",
+        "act": "bf16",
+        "variant": "v",
+        "reason": "r",
+        "device": "d",
+        "arch": "sm_90a",
+        "on_gpu": on_gpu,
+        "sizes": {"tokens": 64},
+        "kernels": [{"name": "moe-n8", "status": "compiled", "seconds": 1.5}],
+        "ms": 0.25 if on_gpu else None,
+        "error": {"whole": 0.0, "worst_row": 0.0, "worst_block": 0.0},
+        "bound": 0.02,
+        "dense_error": 0.16,
+        "dense_bound": 0.175,
+        "ok": True,
+    }
+    demo._print(result, Console(width=200))
+    table, sentence = capsys.readouterr().out, demo._sentence(result)
+    assert "moe-n8 compiled in 1.50 s" in table
+    assert ("not run: no GPU" in table) is not on_gpu
+    assert ("the kernels ran on d in 0.250 ms" in sentence) is on_gpu
+    assert ("no GPU here runs them" in sentence) is not on_gpu
+
+
+def test_readme_sample_runs_as_it_stands():
+    """On a small layer, and on the CPU."""
+    (sample,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    for large, small in (("7168", "256"), ("2048", "128"), ("4096", "16"), ('"cuda"', '"cpu"')):
+        assert large in sample
+        sample = sample.replace(large, small)
+    names = {}
+    exec(sample, names)
+    assert names["y"] is names["buf"]
+    assert 1e-3 < names["y"].float().std() < 1
 
 
 @pytest.mark.sm90

@@ -98,14 +98,19 @@ def rungs(fmt):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _compiled():
-    """Objects of all layers here at once, on all cores: one by one would take minutes."""
-    shapes = [*SHAPES, MANY_TOKENS, *LONG, MANY_EXPERTS]
+def _compiled(request):
+    """Objects of the chosen tests at once, on all cores: one by one would take minutes."""
+    chosen = " ".join(item.nodeid for item in request.session.items)
+    shapes = [shape for shape in (*SHAPES, *LONG) if str(shape) in chosen]
+    shapes += [MANY_TOKENS] if "many_tokens" in chosen else []
+    shapes += [MANY_EXPERTS] if "384_experts" in chosen else []
     wanted = [(shape.problem(fmt), rungs(fmt)) for shape in shapes for fmt in MAIN]
-    wanted += [(FOLDED.problem("mxfp8"), rungs("mxfp8"))]
-    wanted += [
-        (shape.problem(fmt, act), [DISPATCH_RUNG]) for shape in DISPATCHED for fmt, act in ACTS
-    ]
+    if "test_folded" in chosen:
+        wanted += [(FOLDED.problem("mxfp8"), rungs("mxfp8"))]
+    if "test_dispatch" in chosen:
+        wanted += [
+            (shape.problem(fmt, act), [DISPATCH_RUNG]) for shape in DISPATCHED for fmt, act in ACTS
+        ]
     jobs = [
         job
         for problem, configs in wanted

@@ -247,6 +247,8 @@ def run(
 ) -> int:
     """Time every preset in every format; JSON lines as they come, or one table at the end.
 
+    Nine parameters: what the command line asks for, one each.
+
     tokens     () for each preset's own counts;  iterations  calls behind a median, at least 30
     commit_id  for a copy of the checkout that came without its history; None: git says
     RuntimeError where there is no GPU with kernels.

@@ -35,6 +35,7 @@ _SIZES = {
     "cpu": {"hidden": 512, "intermediate": 256, "num_experts": 8, "top_k": 2},
 }
 _TOKENS = 64
+_TITLE = "The forward of one mixture-of-experts layer on random data, in both weight formats.\n"
 _NAMES = {"mxfp8": "MXFP8", "nvfp4": "NVFP4", "bf16": "bf16"}
 
 
@@ -49,6 +50,8 @@ def run(console: Console, seed: int, as_json: bool) -> int:
         )
         device = torch.device("cpu")
     notes = Console(stderr=True)
+    if not as_json:
+        console.print(_TITLE, highlight=False, soft_wrap=True)
     shown = []
     for fmt in FORMATS:
         with notes.status(fmt) as status:
@@ -158,8 +161,9 @@ def _print(result: dict[str, Any], console: Console) -> None:
     table.add_row("device", escape(result["device"]))
     table.add_row("variant", f"{result['variant']}: {result['reason']}")
     table.add_row("layer", sizes)
+    ran = "" if result["on_gpu"] else ", not run: no GPU"
     for kernel in result["kernels"]:
-        how = f"{kernel['status']} in {kernel['seconds']:.2f} s"
+        how = f"{kernel['status']} in {kernel['seconds']:.2f} s{ran}"
         table.add_row("kernels", f"{kernel['name']} {how}")
     timing = "not timed: no GPU" if result["ms"] is None else f"{result['ms']:.3f} ms a call"
     table.add_row("time", timing)
@@ -170,9 +174,9 @@ def _print(result: dict[str, Any], console: Console) -> None:
             result["error"].items(), (bound, 3 * bound, 3 * bound), strict=True
         )
     ]
-    table.add_row("to reference", ", ".join(parts))
+    table.add_row("error to reference", ", ".join(parts))
     dense = f"{_percent(result['dense_error'])} (bound {_percent(result['dense_bound'])})"
-    table.add_row("to dense bf16", dense)
+    table.add_row("error to dense bf16", dense)
     console.print(f"[bold]{_NAMES[result['format']]}[/], {_NAMES[result['act']]} activations")
     console.print(table, highlight=False)
     console.print()
