@@ -273,3 +273,24 @@ def test_nvfp4_x_with_a_scale_per_token():
     assert q.global_scale.shape == (64,)
     layer.poison()
     assert_close(layer(q, ids, topk_weights), layer.want(q, ids, topk_weights), "nvfp4")
+
+
+@pytest.mark.parametrize("scale", ["static", "per token"])
+def test_nvfp4_x_keeps_its_blocks(scale):
+    """Blocks quantized with a scale that is not the row's own reach the experts as they are."""
+    layer = make_layer("nvfp4-act-nvfp4")
+    x, ids, topk_weights = make_inputs(64)
+    g = torch.full((64,), 3e-3, device="cuda")
+    if scale == "per token":
+        g *= 1 + torch.rand(64, device="cuda")
+    q = formats.quantize(x, "nvfp4", g if scale == "per token" else g[0])
+    layer.poison()
+    assert_close(layer(q, ids, topk_weights), layer.want(q, ids, topk_weights), "nvfp4")
+    views = layer.ws.views(layer.weights.problem, layer.weights.operand)
+    rows = ids.numel()
+    token = views["row_slot"][:rows].long() // TOP_K
+    assert torch.equal(views["recv_sf"][:rows], g[token])
+    values = formats.dequantize(
+        formats.BlockScaled(q.format, q.data, q.sf, torch.ones((), device="cuda"))
+    )
+    assert torch.equal(views["recv_x"][:rows].float(), values[token])

@@ -24,12 +24,12 @@ class TokenArgs(NamedTuple):
 
 
 class Dispatch:
-    """One CTA a token at a time: load its row once, quantize it in registers, write it to the rows
+    """One CTA a token at a time: read its row once, quantize it in registers, write it to the rows
     of its slots.
 
-    operand  "e4m3": MXFP8 folded to one scale a row (``formats.fold``); "bf16": values whose act
-             rounding is applied,
-             exact in bf16, NVFP4's second-level scale apart in ``recv_sf``
+    operand  "e4m3": MXFP8 folded to one scale a row (``formats.fold``); "bf16": values that the
+             act's rounding has been applied to, exact in bf16; NVFP4's second-level scale stays
+             apart, in ``recv_sf``
     """
 
     def __init__(
@@ -40,6 +40,7 @@ class Dispatch:
         # A piece is what a thread reads at once: 16 elements to quantize (an NVFP4 block, half an
         # MXFP8 block); 8 to copy, which keeps a warp's stores next to each other.
         self.copies = act == "bf16" and x_kind == "bf16"
+        self.keeps_blocks = act == "nvfp4" and x_kind == "nvfp4"  # the caller's, with their scales
         self.piece = 8 if self.copies else 16
         self.pieces = hidden // self.piece
         self.pieces_per_thread = layout.ceil_div(self.pieces, 512)
@@ -70,7 +71,11 @@ class Dispatch:
                 self.load(args, token, self.piece_at(thread, i))
                 for i in range(self.pieces_per_thread)
             ]
-            packed, row_sf = self.quantize(values, maxima, thread)
+            if const_expr(self.keeps_blocks):
+                packed = [self.pack_bf16(v) for v in values]
+                row_sf = self.global_scale(args, token)
+            else:
+                packed, row_sf = self.quantize(values, maxima, thread)
             cute.arch.sync_threads()
             for k in cutlass.range_constexpr(self.top_k):
                 row = rows[k]
@@ -136,16 +141,23 @@ class Dispatch:
             ptx.vector(Int32, args.x + Int64(token) * args.x_stride + piece * 8, 2), raw
         )
         sf = Int32(ptx.load(Uint8, args.x_sf + Int64(token) * (self.hidden // 16) + piece))
-        g = ptx.load(Float32, args.x_global_scale + Int64(token * args.x_global_stride) * 4)
         scale = ptx.e4m3(sf)
-        return [
-            ptx.mul(ptx.mul(self.e2m1(ptx.shift_right(raw[i // 8], 4 * (i % 8))), scale), g)
-            for i in range(16)
+        values = [
+            ptx.mul(self.e2m1(ptx.shift_right(raw[i // 8], 4 * (i % 8))), scale) for i in range(16)
         ]
+        if self.keeps_blocks:
+            return values
+        g = self.global_scale(args, token)
+        return [ptx.mul(v, g) for v in values]
+
+    def global_scale(self, args, token):
+        """Second-level scale of a BlockScaled NVFP4 token."""
+        at = args.x_global_scale + Int64(token * args.x_global_stride) * 4
+        return ptx.load(Float32, at)
 
     def e2m1(self, nibble):
-        """E2M1 bits as Float32: sign, exponent and mantissa at a float's, times 2^126; its
-        subnormal comes out right.
+        """E2M1 bits as Float32: at a float's sign, exponent and mantissa they read as the value
+        times 2^-126, its subnormal included.
         """
         bits = ((nibble & 8) << 28) | ((nibble & 7) << 22)
         return ptx.mul(ptx.from_bits(bits), Float32(2.0**126))

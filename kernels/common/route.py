@@ -57,11 +57,10 @@ def expert_of(args, token, k, num_experts: cutlass.Constexpr):
 class Route:
     """One CTA a chunk of slots; a warp's lanes are neighbouring slots.
 
-    Each warp finds the lanes with equal ids, so a slot's rank in its chunk is its rank in the warp
-    plus the counts of the
-    warps before: deterministic, without atomics. The CTA that finishes last turns the chunks'
-    counts into prefix sums,
-    the experts' first rows and the list of n-tiles; nobody waits for it but the next kernel.
+    Each warp finds the lanes with equal ids, so that a slot's rank in its chunk is its rank in the
+    warp plus the counts of the warps before: deterministic, without atomics. The CTA that finishes
+    last turns the chunks' counts into prefix sums, the experts' first rows and the list of n-tiles;
+    nobody waits for it but the next kernel.
     """
 
     def __init__(self, *, num_experts: int, top_k: int, tile_n: int):
@@ -93,19 +92,29 @@ class Route:
         # The call before may still read the regions that are written below.
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
+        if chunk == 0 and thread == 0:
+            self.enter(args)
         cute.arch.sync_threads()
         self.count(args, counts, thread, chunk)
         if thread == 0:
             # release: the counts and ranks of this chunk are visible to the CTA that finishes last
             cute.arch.fence_acq_rel_gpu()
             grid, _, _ = cute.arch.grid_dim()
-            ticket = cute.arch.atomic_add(ptx.ptr(Int32, args.control), Int32(1))
+            tickets = args.control + layout.CONTROL_ROUTE_TICKET * 4
+            ticket = cute.arch.atomic_add(ptx.ptr(Int32, tickets), Int32(1))
+            # acquire: the counts of every chunk, released before its ticket
+            cute.arch.fence_acq_rel_gpu()
             is_last[0] = Int32(ticket == grid - 1)
         cute.arch.sync_threads()
         if is_last[0] != 0:
-            # acquire: the counts of every chunk, released before its ticket
-            cute.arch.fence_acq_rel_gpu()
             self.place(args, first_rows, first_tiles, thread)
+
+    @cute.jit
+    def enter(self, args):
+        """Mark the workspace taken, until this round's combine; say so if it was already."""
+        in_flight = args.control + layout.CONTROL_IN_FLIGHT * 4
+        if cute.arch.atomic_exch(ptx.ptr(Int32, in_flight), Int32(1)) != 0:
+            ptx.store_system(args.error + layout.ERROR_CODE * 4, Int32(layout.ERROR_TWO_STREAMS))
 
     @cute.jit
     def count(self, args, counts, thread, chunk):
@@ -174,13 +183,6 @@ class Route:
         if thread == 0:
             ptx.store(Int32, args.tiles, num_tiles)
             ptx.store(Int32, args.control + layout.CONTROL_ROUTE_TICKET * 4, Int32(0))
-            # Set from here to the combine of this round: a second round that begins meanwhile says
-            # so.
-            in_flight = args.control + layout.CONTROL_IN_FLIGHT * 4
-            if cute.arch.atomic_exch(ptx.ptr(Int32, in_flight), Int32(1)) != 0:
-                ptx.store_system(
-                    args.error + layout.ERROR_CODE * 4, Int32(layout.ERROR_TWO_STREAMS)
-                )
 
     @cute.jit
     def scan(self, first_rows, first_tiles, lane):

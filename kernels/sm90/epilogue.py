@@ -1,10 +1,15 @@
 """Epilogues of the grouped GEMM: one warpgroup's 64 weight rows x tile_n, registers to global
 memory.
 
-A thread holds, per 8 rows of the token side (n8), two weight rows (g and g + 8 of its warp's 16) x
-two neighbouring columns: accumulator 4 * n8 + 2 * row + column. Packed gate/up weights put a gate
-and its up there, so that a thread makes its features alone: warp w of the four makes features 8 w
-.. 8 w + 7 of the strip's 32. ``thread`` is the thread's place in the warpgroup throughout.
+A warp holds 16 weight rows x 8 token columns of each n8 (8 tokens) in four accumulators a thread:
+
+                 columns 2 c, 2 c + 1      c = column_pair = lane % 4
+    row r        acc 4 n8,     4 n8 + 1    r = row_in_8 = lane / 4
+    row r + 8    acc 4 n8 + 2, 4 n8 + 3
+
+Packed gate/up weights have a gate in row r and its up in row r + 8, so that a thread makes its
+features alone: warp w of the four makes features 8 w .. 8 w + 7 of the strip's 32. ``thread`` is
+the thread's place in the warpgroup throughout.
 """
 
 from typing import Any, NamedTuple
@@ -17,10 +22,10 @@ from moe_ep_jit.kernels.common import ptx
 from moe_ep_jit.kernels.common import quantize as q
 from moe_ep_jit.kernels.common.activation import swiglu
 
-# Bytes between staged rows of 32 features: the four columns that a warp writes at once then fall
-# into different banks.
-PITCH_8BIT = 48
-PITCH_16BIT = 80
+# Bytes between staged rows of 32 features: 16 more than they take, which keeps 16-byte alignment
+# and puts the four columns that a warp writes at once into different banks.
+PITCH_8BIT = 32 + 16
+PITCH_16BIT = 64 + 16
 
 
 class Constants(NamedTuple):
@@ -61,14 +66,14 @@ def load_or_zero(base, offset):
 def fetch(gemm, tile, strip, thread, args):
     """Begin to read what ``finish`` needs."""
     row = cutlass.min(strip, gemm.strips - 1) * 64 + thread // 32 * 16 + thread % 32 // 4
-    at = (Int64(tile.expert) * (gemm.strips * 64) + row) * 4
+    at = (Int64(tile.expert) * (gemm.strips * 64) + row) * 4  # the second row is 8 behind
     scales = [Float32(1.0)] * 2  # of groups of 128: the main loop has applied them
     if not gemm.group128:
-        scales = [ptx.load(Float32, args.w_sf + at + 32 * i) for i in range(2)]
+        scales = [ptx.load(Float32, args.w_sf + at + 8 * 4 * i) for i in range(2)]
     if gemm.has_expert_sf:
         expert_sf = ptx.load(Float32, args.expert_sf + Int64(tile.expert) * 4)
         scales = [s * expert_sf for s in scales]
-    biases = [load_or_zero(args.bias, at + 32 * i) for i in range(2)]
+    biases = [load_or_zero(args.bias, at + 8 * 4 * i) for i in range(2)]
     columns = []
     for first in range(0, gemm.tile_n, 128):
         # Columns beyond the live rows take the last one's; nobody sees what becomes of them.
@@ -100,9 +105,9 @@ def finish(
             share_column(gemm, constants.columns[i], i * 128 + thread, buffers)
         barrier(wg)
         if const_expr(gemm.gate_up):
-            gate_up(gemm, acc, tile, strip, wg, thread, constants, buffers, args)
+            finish_gate_up(gemm, acc, tile, strip, wg, thread, constants, buffers, args)
         else:
-            down(gemm, acc, tile, strip, wg, thread, constants, buffers, args)
+            finish_down(gemm, acc, tile, strip, wg, thread, constants, buffers, args)
 
 
 @cute.jit
@@ -129,18 +134,18 @@ def scaled(value, row_scale, column_scale, bias):
 
 
 @cute.jit
-def gate_up(
+def finish_gate_up(
     gemm: cutlass.Constexpr, acc, tile, strip, wg, thread, constants: cutlass.Constexpr, buffers,
     args
 ):  # fmt: skip
     """Scale, bias, SwiGLU, requantize; each row's 32 features to the intermediate."""
-    warp, g, pair = thread // 32, thread % 32 // 4, thread % 4
+    warp, row_in_8, column_pair = thread // 32, thread % 32 // 4, thread % 4
     pitch = PITCH_8BIT if gemm.fp8 else PITCH_16BIT
     for chunk in cutlass.range_constexpr(gemm.tile_n // gemm.chunk_n):
         features = []
         for n8 in cutlass.range_constexpr(gemm.chunk_n // 8):
             first = chunk * gemm.chunk_n + n8 * 8
-            x_sf = column_scales(gemm, first + pair * 2, buffers)
+            x_sf = column_scales(gemm, first + column_pair * 2, buffers)
             for column in cutlass.range_constexpr(2):
                 v = first // 2 + column
                 gate, up = (
@@ -150,13 +155,15 @@ def gate_up(
                 )  # fmt: skip
                 features.append(swiglu(gate, up, args.limit, args.alpha, args.beta))
         if const_expr(gemm.act != "bf16"):
-            share_maxima(gemm, features, warp, g, pair, buffers)
+            share_maxima(gemm, features, warp, row_in_8, column_pair, buffers)
             barrier(wg)
         for i in cutlass.range_constexpr(gemm.chunk_n // 4):
-            local = i // 2 * 8 + pair * 2 + i % 2
+            local = i // 2 * 8 + column_pair * 2 + i % 2
             column = chunk * gemm.chunk_n + local
-            bits = requantize(gemm, features[i], local, column, tile, strip, warp, g, buffers, args)
-            at = buffers.staging + local * pitch + (warp * 8 + g) * (1 if gemm.fp8 else 2)
+            bits = requantize(
+                gemm, features[i], local, column, tile, strip, warp, row_in_8, buffers, args
+            )
+            at = buffers.staging + local * pitch + (warp * 8 + row_in_8) * (1 if gemm.fp8 else 2)
             if const_expr(gemm.fp8):
                 ptx.store_shared(Uint8, at, Uint8(bits))
             else:
@@ -166,23 +173,23 @@ def gate_up(
         barrier(wg)
 
 
-def share_maxima(gemm, features, warp, g, pair, buffers):
+def share_maxima(gemm, features, warp, row_in_8, column_pair, buffers):
     """Maximum of each row over a warp's 8 features, to shared memory."""
     bits = q.finite_bits if gemm.act == "mxfp8" else q.finite_or_nan_bits
     for i, feature in enumerate(features):
         largest = bits(feature)
         for distance in (4, 8, 16):
             largest = cutlass.max(largest, cute.arch.shuffle_sync_bfly(largest, distance))
-        store_maximum(largest, i // 2 * 8 + pair * 2 + i % 2, warp, g, buffers)
+        store_maximum(largest, i // 2 * 8 + column_pair * 2 + i % 2, warp, row_in_8, buffers)
 
 
 @cute.jit
-def store_maximum(value, local, warp, g, buffers):
-    if g == 0:
+def store_maximum(value, local, warp, row_in_8, buffers):
+    if row_in_8 == 0:
         ptx.store_shared(Int32, buffers.amax + local * 16 + warp * 4, value)
 
 
-def requantize(gemm, feature, local, column, tile, strip, warp, g, buffers, args):
+def requantize(gemm, feature, local, column, tile, strip, warp, row_in_8, buffers, args):
     """One feature as the bits that the intermediate stores."""
     zero = Float32(0.0)
     if gemm.act == "bf16":
@@ -195,26 +202,26 @@ def requantize(gemm, feature, local, column, tile, strip, warp, g, buffers, args
         if not gemm.fp8:
             value = ptx.mul(ptx.round_to_e4m3(element), q.exp2_of_byte(byte))
             return ptx.pack_bf16x2(value, zero)
-        store_block_scale(q.exp2_of_byte(byte), column, tile, strip, warp, g, args)
+        store_block_scale(q.exp2_of_byte(byte), column, tile, strip, warp, row_in_8, args)
         return ptx.pack_e4m3x2(element, zero)
     # A block of 16 is two warps' features.
     low, high = cutlass.max(warps[0], warps[1]), cutlass.max(warps[2], warps[3])
     inverse_g = q.nvfp4_row_inverse(ptx.load(Float32, args.expert_sf + Int64(tile.expert) * 4))
     s, factor, saturated = q.nvfp4_block(select_(warp < 2, low, high), inverse_g)
-    count_saturated(saturated, column, tile, warp, g, args)
+    count_saturated(saturated, column, tile, warp, row_in_8, args)
     return ptx.pack_bf16x2(ptx.mul(q.round_to_e2m1(ptx.mul(feature, factor)), s), zero)
 
 
 @cute.jit
-def store_block_scale(scale, column, tile, strip, warp, g, args):
-    if warp == 0 and g == 0 and column < tile.rows:
+def store_block_scale(scale, column, tile, strip, warp, row_in_8, args):
+    if warp == 0 and row_in_8 == 0 and column < tile.rows:
         at = Int64(strip) * args.sf_stride + tile.first_sf_row + column
         ptx.store(Float32, args.block_sf + at * 4, scale)
 
 
 @cute.jit
-def count_saturated(saturated, column, tile, warp, g, args):
-    if saturated and warp % 2 == 0 and g == 0 and column < tile.rows:
+def count_saturated(saturated, column, tile, warp, row_in_8, args):
+    if saturated and warp % 2 == 0 and row_in_8 == 0 and column < tile.rows:
         counter = args.control + layout.CONTROL_SATURATED * 4
         cute.arch.atomic_add(ptx.ptr(Int32, counter), Int32(1))
 
@@ -240,7 +247,7 @@ def copy_rows(
 
 
 @cute.jit
-def down(
+def finish_down(
     gemm: cutlass.Constexpr, acc, tile, strip, wg, thread, constants: cutlass.Constexpr, buffers,
     args
 ):  # fmt: skip
@@ -249,12 +256,12 @@ def down(
     The accumulators hold the output transposed; stmatrix turns it, into rows of 128 bytes whose
     16-byte pieces are swizzled by the row, so that neither side meets bank conflicts.
     """
-    warp, lane, pair = thread // 32, thread % 32, thread % 4
+    warp, lane, column_pair = thread // 32, thread % 32, thread % 4
     for chunk in cutlass.range_constexpr(gemm.tile_n // gemm.chunk_n):
         packed = []
         for n8 in cutlass.range_constexpr(gemm.chunk_n // 8):
             first = chunk * gemm.chunk_n + n8 * 8
-            x_sf = column_scales(gemm, first + pair * 2, buffers)
+            x_sf = column_scales(gemm, first + column_pair * 2, buffers)
             for row in cutlass.range_constexpr(2):
                 v = first // 2 + 2 * row
                 low, high = (

@@ -58,6 +58,7 @@ class Shared(NamedTuple):
     amax: Int32  # warpgroups x chunk_n x 4 warps
     columns: Int32  # warpgroups x tile_n x (fp32 scale, then int32 slot)
     ring: Int32  # tiles that load has begun
+    num_tiles: Int32  # n-tiles of this call
     full: cute.Pointer
     empty: cute.Pointer
 
@@ -185,6 +186,7 @@ class GroupedGemm:
             self.num_wgs * self.chunk_n * 16,
             self.num_wgs * self.tile_n * 8,
             self.ring_slots * 32,
+            16,
         )
         addresses = [Int32(smem.allocate(size, 128).toint()) for size in sizes]
         full = smem.allocate_array(Int64, self.num_stages)
@@ -201,6 +203,10 @@ class GroupedGemm:
         # Everything but the prepared weights comes from the kernels before.
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
+        # All roles go by one reading of the count, or a second stream's call could split them.
+        if thread == 0:
+            ptx.store_shared(Int32, shared.num_tiles, ptx.load(Int32, args.tiles))
+        cute.arch.sync_threads()
         if warp < 4:
             cute.arch.setmaxregister_decrease(32 if const_expr(self.num_wgs == 4) else 40)
             if warp == 0:
@@ -218,7 +224,7 @@ class GroupedGemm:
         slot = Int32(0)
         index, _, _ = cute.arch.block_idx()
         step, _, _ = cute.arch.grid_dim()
-        num_tiles = ptx.load(Int32, args.tiles) * self.m_tiles
+        num_tiles = ptx.load_shared(Int32, shared.num_tiles) * self.m_tiles
         # Weights of a lone n-tile are read once; of several, again from L2.
         policy = Int64(ptx.EVICT_FIRST if self.tile_n <= 64 else EVICT_NORMAL)
         strip_bytes = self.blob_bytes * self.blocks_per_stage
@@ -331,7 +337,7 @@ class GroupedGemm:
         stage, phase, slot = Int32(0), Int32(0), Int32(0)
         index, _, _ = cute.arch.block_idx()
         grid, _, _ = cute.arch.grid_dim()
-        num_tiles = ptx.load(Int32, args.tiles) * self.m_tiles
+        num_tiles = ptx.load_shared(Int32, shared.num_tiles) * self.m_tiles
         while index < num_tiles:
             # acquire: load wrote the tile before it released the tile's first stage
             cute.arch.mbarrier_wait(shared.full + stage, phase)
@@ -420,7 +426,7 @@ class GroupedGemm:
         stage, phase, last_stage, slot = Int32(0), Int32(0), Int32(0), Int32(0)
         index, _, _ = cute.arch.block_idx()
         grid, _, _ = cute.arch.grid_dim()
-        num_tiles = ptx.load(Int32, args.tiles) * self.m_tiles
+        num_tiles = ptx.load_shared(Int32, shared.num_tiles) * self.m_tiles
         halves = 2 * self.blocks_per_stage
         strip_bytes = self.blob_bytes * self.blocks_per_stage
         while index < num_tiles:

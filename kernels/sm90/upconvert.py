@@ -14,8 +14,8 @@ class NvFp4:
     """E2M1 in bit planes and recoded E4M3 scales; the product is the weight times 2^-20, exactly.
 
     Four codes share a 16-bit half so that a mask, or a shift and a mask, puts sign and magnitude at
-    a bf16's bits
-    15 and 8..6: there an E2M1 code reads as its value times 2^-126, its subnormal 0.5 included.
+    a bf16's bits 15 and 8..6: there an E2M1 code reads as its value times 2^-126, its subnormal 0.5
+    included.
     """
 
     blob_bytes = 4608
