@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import shutil
 import tarfile
 import time
 from collections.abc import Iterator
@@ -36,26 +35,27 @@ _ABANDONED_S = 3600.0
 
 
 def list_entries() -> list[dict[str, Any]]:
-    """One dict per entry of every cache folder, in the order folder, arch, name, fingerprint:
+    """One dict per entry of every cache folder, in the order folder, arch, name (n8 before n16),
+    fingerprint:
 
     arch, op, name (readable: the shape), facts, fingerprint, path, layer (0: the user's own),
     bytes, compile_s, registers (most of its kernels, per thread), shared_bytes (static plus
     dynamic, most of its kernels, per CTA), spill_bytes (local memory per thread, where spills go),
     kernels (one dict each), used (seconds since the epoch), usable (this process would load it),
-    state ("usable", "stale": other sources or versions, "other_cpu", "broken"), reason (in words).
+    state ("usable", "stale": other sources or versions, "other_cpu", "broken", "untrusted": others
+    can write it), reason (in words, with the command where there is one).
     """
     current: dict[tuple[str, str], dict[str, Any]] = {}
     return [_describe(layer, folder, current) for layer, folder in _folders()]
 
 
 def _folders() -> Iterator[tuple[int, Path]]:
-    """(layer, entry folder) of every entry. A folder that others can write is refused."""
+    """(layer, entry folder) of every entry. A cache folder that others can write is refused."""
     for layer, cache in enumerate(jit.cache_dirs()):
+        entries.check_is_folder(cache)
         if cache.is_dir():
             entries.check_trusted(cache)
-            for arch in ARCHES:
-                found = (cache / arch).glob("*/*")
-                yield from ((layer, folder) for folder in sorted(found) if folder.is_dir())
+            yield from ((layer, folder) for folder in entries.in_cache(cache))
 
 
 def _describe(layer: int, folder: Path, current: dict) -> dict[str, Any]:
@@ -87,12 +87,21 @@ def _describe(layer: int, folder: Path, current: dict) -> dict[str, Any]:
             "spill_bytes": launch["stack_bytes"],
             "kernels": launch["kernels"],
         }
-        state, reason = _state(key, current)
+        state, reason = _trust(folder) or _state(key, current)
     except BrokenEntryError as error:
         state, reason = "broken", str(error)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         state, reason = "broken", f"unreadable ({error!r})"
     return row | {"usable": state == "usable", "state": state, "reason": reason}
+
+
+def _trust(folder: Path) -> tuple[str, str] | None:
+    """("untrusted", the command that helps) where loading would refuse the entry."""
+    try:
+        entries.check_trusted_entry(folder)
+    except RuntimeError as error:
+        return "untrusted", str(error)
+    return None
 
 
 def _state(key: dict[str, Any], current: dict[tuple[str, str], dict[str, Any]]) -> tuple[str, str]:
@@ -128,7 +137,7 @@ def _shared_bytes(launch: dict[str, Any]) -> int:
 
 def _size(folder: Path) -> int:
     total = 0
-    for path in folder.rglob("*"):
+    for path in (folder, *folder.rglob("*")) if folder.is_file() else folder.rglob("*"):
         with suppress(OSError):
             total += path.stat().st_size
     return total
@@ -141,7 +150,7 @@ def verify() -> list[dict[str, Any]]:
     for _, folder in _folders():
         reason = ""
         try:
-            entries.check_trusted(folder)
+            entries.check_trusted_entry(folder)
             entries.verified(folder, _FILES, None)
         except (BrokenEntryError, RuntimeError, OSError) as error:
             reason = str(error)
@@ -199,7 +208,7 @@ def _leftovers(own: Path, dry_run: bool) -> list[dict[str, Any]]:
     rows = [{"path": str(p), "bytes": _size(p), "reason": reason} for p, reason in found]
     if not dry_run:
         for path, _ in found:
-            shutil.rmtree(path, ignore_errors=True)
+            entries.delete(path)
     return rows
 
 
@@ -212,7 +221,7 @@ def _remove(own: Path, folder: Path) -> bool:
     except (RuntimeError, FileNotFoundError):
         return False
     for path in (own / BROKEN).glob(f"{folder.name}-*"):
-        shutil.rmtree(path, ignore_errors=True)
+        entries.delete(path)
     with suppress(OSError):
         folder.parent.rmdir()
     return True
@@ -221,8 +230,15 @@ def _remove(own: Path, folder: Path) -> bool:
 def pack(path: str | os.PathLike) -> dict[str, Any]:
     """Write every usable entry to the tar file ``path`` (.tar, .tar.gz, .tar.xz): ``path``,
     ``entries`` (count), ``bytes`` of the file. It serves machines with this CPU and these versions.
-    ``RuntimeError`` if there is nothing to pack; the file appears whole or not at all."""
+    ``RuntimeError`` if there is nothing to pack or no place for it; the file appears whole or not
+    at all."""
     path = Path(path)
+    if path.is_dir():
+        raise RuntimeError(f"{path}: expected a file to write, got a folder; add a file name")
+    if not path.parent.is_dir():
+        raise RuntimeError(
+            f"{path}: expected a file in a folder that exists; run: mkdir -p {path.parent}"
+        )
     suffix = path.suffix.lstrip(".")
     mode = f"w:{suffix}" if suffix in ("gz", "xz", "bz2") else "w"
     chosen: dict[str, Path] = {}
@@ -246,6 +262,11 @@ def pack(path: str | os.PathLike) -> dict[str, Any]:
         partial.replace(path)
     except BrokenEntryError as error:
         raise RuntimeError(f"{error}; run: moe-ep-jit cache verify") from error
+    except OSError as error:
+        raise RuntimeError(
+            f"{path}: could not be written ({error.strerror or error}); pass a path where this user"
+            " may write and there is space"
+        ) from error
     finally:
         partial.unlink(missing_ok=True)
     return {"path": str(path), "entries": len(chosen), "bytes": path.stat().st_size}
@@ -267,11 +288,7 @@ def unpack(path: str | os.PathLike) -> dict[str, Any]:
     find damage, not malice: an archive holds native code, so take it only from where you trust.
     """
     contents = _contents(Path(path))
-    own = jit.cache_dir()
-    own.mkdir(mode=0o700, parents=True, exist_ok=True)
-    entries.check_trusted(own)
-    for part in (TEMPORARY, entries.LOCKS):
-        (own / part).mkdir(mode=0o700, exist_ok=True)
+    own = jit.require_writable()
     result: dict[str, Any] = {"added": [], "present": [], "foreign": []}
     current: dict[tuple[str, str], dict[str, Any]] = {}
     for member, files in contents.items():

@@ -7,6 +7,7 @@ here.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ from moe_ep_jit import formats
 from moe_ep_jit.formats import MXFP8, NVFP4, BlockScaled
 from moe_ep_jit.kernels.sm90 import packing
 from moe_ep_jit.kernels.sm90.packing import Rows
-from moe_ep_jit.problem import Problem, check
+from moe_ep_jit.problem import Problem, check, check_problem
 
 MATRICES = ("w13", "w2")
 
@@ -25,6 +26,9 @@ FLOATS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 #: Static second-level scale of the NVFP4 intermediate where the checkpoint has none (DESIGN.md, 4).
 DEFAULT_H_GLOBAL_SCALE = 2.0**-8
+
+#: Second-level scales are below this: the decoder's epilogue multiplies them by NVFP4_EPILOGUE.
+_GLOBAL_SCALE_LIMIT = 2.0**107
 
 #: Slabs that an expert is cut into, by source, so that a slab's temporaries (up to 30 bytes an
 #: element from floats, 16 for folding, 6 for 4 bits) are less than one expert of the source.
@@ -55,7 +59,8 @@ def format_name(w: torch.Tensor | BlockScaled) -> str:
 def check_matrices(
     w13: torch.Tensor | BlockScaled, w2: torch.Tensor | BlockScaled, problem: Problem
 ) -> None:
-    """Types, shapes and devices of both matrices."""
+    """Types, shapes and devices of both matrices; the problem's type."""
+    check_problem(problem)
     for name, w in (("w13", w13), ("w2", w2)):
         if not isinstance(w, (torch.Tensor, BlockScaled)):
             raise TypeError(
@@ -119,17 +124,34 @@ def small_tensors(
         )
         return out
     scale = DEFAULT_H_GLOBAL_SCALE if h_global_scale is None else h_global_scale
-    if not isinstance(scale, torch.Tensor):
+    out["h_global_scale"] = _intermediate_scale(scale, experts, device)
+    return out
+
+
+def _intermediate_scale(
+    scale: float | torch.Tensor, experts: int, device: torch.device
+) -> torch.Tensor:
+    """fp32 [experts] out of a number or a tensor, finite, positive and below 2^107."""
+    name = "h_global_scale"
+    if isinstance(scale, torch.Tensor):
+        _check_vector(name, scale, () if scale.ndim == 0 else (experts,), device)
+    elif isinstance(scale, (int, float)) and not isinstance(scale, bool):
+        # An int beyond all floats could not be made a tensor.
+        scale = float(scale) if abs(scale) < 2**128 else math.inf
         scale = torch.tensor(scale, dtype=torch.float32, device=device)
-    _check_vector("h_global_scale", scale, () if scale.ndim == 0 else (experts,), device)
+        _check_vector(name, scale, (), device)
+    else:
+        raise TypeError(
+            f"{name}: expected None, a number or a floating-point torch.Tensor, got "
+            f"{type(scale).__name__}; pass the checkpoint's input_scale of w2"
+        )
     scale = scale.detach().float().expand(experts)
     check(
-        bool((scale > 0).all()),
-        f"h_global_scale: expected positive numbers, got {scale.tolist()}; "
-        "pass the checkpoint's input_scale (value = e2m1 * block scale * this), not its inverse",
+        bool(((scale > 0) & (scale < _GLOBAL_SCALE_LIMIT)).all()),
+        f"{name}: expected positive numbers below 2^107, got {scale.tolist()}; pass the "
+        "checkpoint's input_scale (value = e2m1 * block scale * this), not its inverse",
     )
-    out["h_global_scale"] = scale
-    return out
+    return scale
 
 
 def _check_vector(
@@ -323,7 +345,7 @@ def _source_scale(
         f"{name}.global_scale: expected finite numbers, none negative; {fix}",
     )
     check(
-        bool((scale * packing.NVFP4_EPILOGUE).isfinite().all()),
+        bool((scale < _GLOBAL_SCALE_LIMIT).all()),
         f"{name}.global_scale: expected below 2^107, got {float(scale.max()):g}; {fix}",
     )
     return scale.expand(experts, rows)

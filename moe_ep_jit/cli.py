@@ -253,7 +253,10 @@ def _cache_verify(args: argparse.Namespace, console: Console) -> int:
         console.print(f"[red]✗[/] {escape(row['path'])}: {escape(row['reason'])}", soft_wrap=True)
     console.print(f"{len(rows) - len(bad)} of {len(rows)} kernels are whole")
     if bad:
-        console.print("The next load builds a broken one anew; `cache prune` removes them.")
+        console.print(
+            "The next load builds a broken one anew (`cache prune` removes it), and it refuses one "
+            "that others can write."
+        )
     return int(bool(bad))
 
 
@@ -333,17 +336,15 @@ def _add_bench(commands: Any) -> None:
 def _bench(args: argparse.Namespace, console: Console) -> int:
     from moe_ep_jit.tools import bench, presets
 
-    return bench.run(
+    request = bench.Request(
         presets.load(args.preset),
         _formats(args),
         args.act,
         args.tokens,
         args.iterations,
         args.seed,
-        console,
-        args.json,
-        args.commit,
     )
+    return bench.run(request, console, args.json, args.commit)
 
 
 # doctor

@@ -269,15 +269,42 @@ def _cache() -> list[Finding]:
         own, *layers = jit.cache_dirs()
     except Exception as error:
         return [Finding("cache", "unknown", _first(error), elsewhere)]
-    findings = [Finding("cache", f"{own} ({_describe(own)})", *folder_problem(own))]
+    said = folder_problem(own)
+    findings = [Finding("cache", f"{own} ({_describe(own)})", *(said if said[0] else _trust(own)))]
     for layer in layers:
-        findings.append(Finding("cache layer", f"{layer} ({_describe(layer)})"))
+        findings.append(Finding("cache layer", f"{layer} ({_describe(layer)})", *_trust(layer)))
     return findings
+
+
+def _trust(cache: Path) -> tuple[str, str]:
+    """The first thing in a cache folder that loading would refuse, and the fix."""
+    from moe_ep_jit import entries
+
+    try:
+        entries.check_is_folder(cache)
+        if cache.is_dir():
+            if not _is_own_clone(cache):
+                entries.check_trusted(cache)
+            for folder in entries.in_cache(cache):
+                entries.check_trusted_entry(folder)
+    except RuntimeError as error:
+        problem, _, fix = str(error).partition("; run: ")
+        return problem, f"run: {fix}"
+    except OSError as error:
+        return _first(error), "run: moe-ep-jit cache verify"
+    return "", ""
+
+
+def _is_own_clone(cache: Path) -> bool:
+    """A clone under umask 002 is the group's; the first use takes that away by itself."""
+    from moe_ep_jit import cache_key
+
+    return cache == cache_key.PACKAGE.parent / "cache" and cache.stat().st_mode & 0o022 == 0o020
 
 
 def folder_problem(folder: Path) -> tuple[str, str]:
     """Why objects cannot be kept in ``folder`` or must not be loaded from it, and the fix."""
-    from moe_ep_jit import cache_key, entries
+    from moe_ep_jit import entries
 
     elsewhere = "run: export MOE_EP_JIT_CACHE=/a/folder/of/your/own"
     existing = folder
@@ -289,9 +316,7 @@ def folder_problem(folder: Path) -> tuple[str, str]:
         try:
             entries.check_trusted(folder)
         except RuntimeError as error:
-            # A clone under umask 002 is the group's; the first use takes that away by itself.
-            own_clone = folder == cache_key.PACKAGE.parent / "cache"
-            if not (own_clone and folder.stat().st_mode & 0o022 == 0o020):
+            if not _is_own_clone(folder):
                 problem, _, fix = str(error).partition("; run: ")
                 return problem, f"run: {fix}"
     if not os.access(existing, os.W_OK | os.X_OK):

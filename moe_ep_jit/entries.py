@@ -9,7 +9,7 @@ An entry is a folder ``<cache>/<arch>/<name>/<fingerprint>/`` with
     launch.json  registers, shared memory, stack, compile time; sizes and digests of the files
 
 Beside the arches lie ``.locks`` (one file a key), ``.tmp`` (entries being written) and ``.broken``
-(entries set aside). Objects are native code, so a folder that others can write is refused.
+(entries set aside). Objects are native code, so whatever others can write is refused.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from typing import Any
 import filelock
 
 from moe_ep_jit import cache_key
+from moe_ep_jit.problem import ARCHES
 
 logger = logging.getLogger("moe_ep_jit")
 
@@ -60,20 +62,58 @@ class Entry:
         return cache / self.key["arch"] / self.name / self.fingerprint
 
 
-def check_trusted(folder: Path) -> None:
-    """``RuntimeError`` unless only the user, root or the package's owner can write ``folder``."""
-    info = folder.stat()
+def check_trusted(path: Path) -> None:
+    """``RuntimeError`` unless only the user, root or the package's owner can write ``path``."""
+    info = path.stat()
     # Whoever owns the package's files decides already what runs here.
     if info.st_uid not in (os.geteuid(), 0, cache_key.PACKAGE.stat().st_uid):
         raise RuntimeError(
-            f"{folder} belongs to user {info.st_uid}, and what lies there would run as user"
+            f"{path} belongs to user {info.st_uid}, and what lies there would run as user"
             f" {os.geteuid()}; run: export MOE_EP_JIT_CACHE=/a/folder/of/your/own"
         )
     if info.st_mode & 0o022:
         raise RuntimeError(
-            f"{folder} holds native code and can be written by others"
-            f" (mode {info.st_mode & 0o7777:04o}); run: chmod go-w {folder}"
+            f"{path} holds native code and can be written by others"
+            f" (mode {info.st_mode & 0o7777:04o}); run: chmod -R go-w {path}"
         )
+
+
+def check_trusted_entry(folder: Path) -> None:
+    """``check_trusted`` on an entry, what it lies in (name and arch) and each of its files."""
+    for part in (folder.parent.parent, folder.parent, folder):
+        check_trusted(part)
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        with suppress(FileNotFoundError):  # a link to nothing: `verified` says so
+            check_trusted(path)
+
+
+def check_is_folder(cache: Path) -> None:
+    """``RuntimeError`` where a cache folder should be and something else is."""
+    if cache.exists() and not cache.is_dir():
+        raise RuntimeError(
+            f"{cache} is a file, expected the cache folder; run: export"
+            " MOE_EP_JIT_CACHE=/a/folder/of/your/own (or remove the file)"
+        )
+
+
+def in_cache(cache: Path) -> list[Path]:
+    """Every entry of a cache folder, by arch and name (n8 before n16), and what is in its place."""
+    found = (path for arch in ARCHES for path in (cache / arch).glob("*/*"))
+    return sorted(found, key=lambda path: [_natural(part) for part in path.parts[-3:]])
+
+
+def _natural(text: str) -> list[str | int]:
+    """A sort key that takes runs of digits as numbers."""
+    return [int(p) if p.isdecimal() else p for p in re.split(r"([0-9]+)", text)]
+
+
+def delete(path: Path) -> None:
+    """Remove a folder, or the file that was in its place, as far as that is allowed."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            path.unlink()
 
 
 def verified(folder: Path, files: tuple[str, ...], wanted: dict[str, Any] | None) -> dict[str, Any]:

@@ -103,6 +103,8 @@ class BlockScaled:
             f"unswizzle the scales to [..., K // {fmt.sf_block}] first",
         )
         data, sf = self.data, self.sf
+        _check_tensor(f"{fmt.name} data", data)
+        _check_tensor(f"{fmt.name} sf", sf)
         if fmt is NVFP4 and data.dtype == getattr(torch, "float4_e2m1fn_x2", None):
             data = data.view(torch.uint8)
         if fmt is MXFP8 and sf.dtype == getattr(torch, "float8_e8m0fnu", None):
@@ -189,6 +191,7 @@ def quantize(
     Raises ``TypeError`` (x or global_scale of a wrong type) or ``ValueError`` (shape, device).
     """
     fmt = _format(fmt)
+    _check_tensor("quantize: x", x)
     if not x.is_floating_point():
         raise TypeError(f"quantize: expected a floating-point x, got {x.dtype}; convert it first")
     check(x.dim() >= 1, "quantize: expected x of at least one dimension, got a scalar")
@@ -470,6 +473,14 @@ def _format(fmt: Format | str) -> Format:
     return MXFP8 if fmt == MXFP8 else NVFP4
 
 
+def _check_tensor(what: str, value: object) -> None:
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(
+            f"{what}: expected a torch.Tensor, got {type(value).__name__}; convert it with "
+            "torch.as_tensor"
+        )
+
+
 def _check_dtype(what: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
     if tensor.dtype != dtype:
         raise TypeError(
@@ -486,6 +497,7 @@ def _check_blocks(what: str, k: int, fmt: Format) -> None:
 
 
 def _check_global_scale(scale: torch.Tensor, leading: torch.Size, device: torch.device) -> None:
+    _check_tensor("global_scale", scale)
     _check_dtype("global_scale", scale, torch.float32)
     fits = scale.dim() <= len(leading) and all(
         a in (1, b) for a, b in zip(reversed(scale.shape), reversed(leading), strict=False)

@@ -42,6 +42,10 @@ from moe_ep_jit.problem import check
 
 logger = logging.getLogger("moe_ep_jit")
 
+_FIRST_COMPILE = (
+    "compiling kernels on first use (seconds each); `moe-ep-jit precompile` does it ahead of time"
+)
+
 _memory: dict[tuple[str, str, str, str], Callable] = {}
 _counts = {"compiles": 0, "disk_hits": 0, "memory_hits": 0}
 _frozen = 0
@@ -68,6 +72,7 @@ def load(
     build: str,
     name: str,
     compile: bool = True,
+    announce: bool = True,
 ) -> Callable:
     """The compiled function of ``op`` for these facts; it takes ints, floats and a stream handle.
 
@@ -82,6 +87,8 @@ def load(
                    launch.json (``dynamic_shared_bytes`` is what `cache list` shows).
     name           readable folder name, e.g. "nvfp4-h7168-i2048-e32-n64"
     compile        False: a missing object is a ``RuntimeError`` that names it, as in ``freeze()``
+    announce       the process's first compile is a warning, since it takes seconds where a call
+                   takes microseconds; False: the caller shows what is compiled by itself
 
     ``TypeError`` for facts that JSON cannot say, ``ValueError`` for an unknown arch or a bad name,
     ``RuntimeError`` for a cache folder that others can write, a lock held too long, a missing
@@ -105,7 +112,7 @@ def load(
         if function is None:
             key = cache_key.full_key(op, facts, arch, build)
             entry = Entry(key, cache_key.fingerprint(key), name)
-            function = _load_or_compile(entry, compile and not _frozen)
+            function = _load_or_compile(entry, compile and not _frozen, announce)
             _memory[memory_key] = function
         else:
             _counts["memory_hits"] += 1
@@ -153,7 +160,7 @@ def cache_dirs() -> list[Path]:
     """
     named = [part for part in os.environ.get("MOE_EP_JIT_CACHE", "").split(os.pathsep) if part]
     if named:
-        return [Path(part).expanduser().absolute() for part in named]
+        return [_named_folder(part) for part in named]
     checkout = cache_key.PACKAGE.parent
     layers = []
     if (checkout / "pyproject.toml").is_file():
@@ -168,9 +175,20 @@ def cache_dirs() -> list[Path]:
         ) from None
 
 
+def _named_folder(part: str) -> Path:
+    try:
+        return Path(part).expanduser().absolute()
+    except RuntimeError:
+        raise RuntimeError(
+            f"MOE_EP_JIT_CACHE: expected a folder, got {part}, and there is no such home folder;"
+            " run: export MOE_EP_JIT_CACHE=/a/folder/of/your/own"
+        ) from None
+
+
 def require_writable() -> Path:
     """The user's own cache folder, made if need be; ``RuntimeError`` where it cannot be written."""
     own = cache_dir()
+    entries.check_is_folder(own)
     try:
         _open(own)
     except OSError as error:
@@ -185,6 +203,7 @@ def _own_folder(fingerprint: str) -> Path | None:
     """The user's own folder, made, checked and able to take a lock; else None and one warning."""
     try:
         own = cache_dir()
+        entries.check_is_folder(own)
     except RuntimeError as error:
         _warn_once(f"compiled kernels are kept in memory only: {error}")
         return None
@@ -233,7 +252,7 @@ def _warn_once(message: str) -> None:
 # Disk
 
 
-def _load_or_compile(entry: Entry, may_compile: bool) -> Callable:
+def _load_or_compile(entry: Entry, may_compile: bool, announce: bool) -> Callable:
     function, why = _from_layers(entry)
     if function is not None:
         return function
@@ -247,9 +266,9 @@ def _load_or_compile(entry: Entry, may_compile: bool) -> Callable:
         logger.info("%s: %s; compiling", entry.title, why)
     own = _own_folder(entry.fingerprint)
     if own is None:
-        return _compile_in_memory(entry)
+        return _load_once(entry, _build(entry, announce))
     with entries.lock(own, entry.fingerprint, entry.title):
-        return _compile_into(own, entry)
+        return _compile_into(own, entry, announce)
 
 
 def _from_layers(entry: Entry) -> tuple[Callable | None, str]:
@@ -292,13 +311,17 @@ def _other_cpu(cache: Path, entry: Entry) -> str:
 def _read(cache: Path, entry: Entry) -> Callable | None:
     """The function of a good entry, None where there is none, else ``BrokenEntryError``."""
     folder = entry.folder(cache)
-    if not folder.is_dir():
+    if not os.path.lexists(folder):
         return None
     try:
-        for part in (cache, folder.parent.parent, folder.parent, folder):
-            entries.check_trusted(part)
+        entries.check_trusted(cache)
+        entries.check_trusted_entry(folder)
     except FileNotFoundError:
-        return None  # set aside by another process just now
+        if not folder.is_symlink():
+            return None  # set aside by another process just now
+        raise BrokenEntryError(f"{folder} is a link to nothing") from None
+    except OSError as error:
+        raise BrokenEntryError(f"{folder}: unreadable ({error})") from error
     launch = entries.verified(folder, (OBJECT, LIBRARY), entry.key)
     _preload_runtime()
     try:
@@ -337,7 +360,7 @@ def _function(folder: Path, linked: bool) -> Callable:
 # Compiling
 
 
-def _compile_into(own: Path, entry: Entry) -> Callable:
+def _compile_into(own: Path, entry: Entry, announce: bool) -> Callable:
     """Under the key's lock: look again, set a broken entry aside, build, rename, load."""
     folder = entry.folder(own)
     try:
@@ -348,14 +371,14 @@ def _compile_into(own: Path, entry: Entry) -> Callable:
             entries.set_aside(own, folder)
         except OSError as denied:
             _warn_unwritable(own, denied)
-            return _compile_in_memory(entry)
+            return _load_once(entry, _build(entry, announce))
         function = None
     if function is not None:
         _counts["disk_hits"] += 1
         return function
     for leftover in (own / TEMPORARY).glob(f"{entry.fingerprint}-*"):
         shutil.rmtree(leftover, ignore_errors=True)  # of a process that was killed
-    files = _build(entry)
+    files = _build(entry, announce)
     key = entry.key
     if cache_key.source_fingerprint(key["arch"], key["build"]) != key["sources"]:
         _warn_once("kernel sources changed while this process ran; what it compiled is not kept")
@@ -372,10 +395,6 @@ def _compile_into(own: Path, entry: Entry) -> Callable:
     if function is None:
         raise RuntimeError(f"{folder} vanished as soon as it was written; who else cleans {own}?")
     return function
-
-
-def _compile_in_memory(entry: Entry) -> Callable:
-    return _load_once(entry, _build(entry))
 
 
 def _load_once(entry: Entry, files: dict[str, bytes]) -> Callable:
@@ -400,8 +419,10 @@ def _temporary_root() -> str:
         return os.environ.get("TMPDIR", "/tmp")
 
 
-def _build(entry: Entry) -> dict[str, bytes]:
+def _build(entry: Entry, announce: bool) -> dict[str, bytes]:
     """Compile, export and link: name -> content of every file of the entry."""
+    if announce:
+        _warn_once(_FIRST_COMPILE)
     module, _, function = entry.key["build"].partition(":")
     build = getattr(import_module(module), function)
     started = time.perf_counter()

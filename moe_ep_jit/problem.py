@@ -15,6 +15,8 @@ ACTS = {"mxfp8": ("mxfp8", "bf16"), "nvfp4": ("bf16", "nvfp4", "mxfp8")}
 MAX_TOP_K = 32
 MAX_LOCAL_EXPERTS = 512
 
+_FP32_MAX = 2.0**128 - 2.0**104
+
 
 def check(condition: bool, message: str) -> None:
     """Raise ``ValueError(message)`` unless ``condition``: the one form of a caller's mistake."""
@@ -22,9 +24,23 @@ def check(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
+def check_problem(problem: object) -> None:
+    """``TypeError`` unless ``problem`` is a ``Problem``."""
+    if not isinstance(problem, Problem):
+        raise TypeError(
+            f"problem: expected Problem, got {type(problem).__name__}; build "
+            "moe_ep_jit.Problem(...)"
+        )
+
+
 def _is_int(value: object) -> bool:
     """Whether ``value`` is a Python int: no bool, and no numpy integer, which JSON cannot say."""
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    """Whether ``value`` is a Python int or float that fp32 can hold: no bool, numpy, NaN or Inf."""
+    return type(value) in (int, float) and abs(value) <= _FP32_MAX
 
 
 @dataclass(frozen=True)
@@ -41,9 +57,17 @@ class SwiGLU:
 
     def __post_init__(self) -> None:
         check(
-            self.limit is None or self.limit > 0,
-            f"SwiGLU.limit: expected None or a positive number, got {self.limit!r}",
+            self.limit is None or (_is_number(self.limit) and self.limit > 0),
+            f"SwiGLU.limit: expected None or a positive, finite int or float, got {self.limit!r}; "
+            "pass limit=None to clamp nothing",
         )
+        for name, default in (("alpha", 1.0), ("beta", 0.0)):
+            value = getattr(self, name)
+            check(
+                _is_number(value),
+                f"SwiGLU.{name}: expected a finite int or float, got {value!r}; leave it out for "
+                f"{default}",
+            )
 
 
 @dataclass(frozen=True)
@@ -139,6 +163,11 @@ class Problem:
         check(
             isinstance(self.activation, SwiGLU),
             f"activation: expected SwiGLU(limit, alpha, beta), got {self.activation!r}",
+        )
+        check(
+            isinstance(self.bias, bool),
+            f"bias: expected True or False, got {self.bias!r}; pass the tensors themselves to "
+            "prepare_weights(w13_bias=, w2_bias=)",
         )
         check(
             self.max_recv_rows is None or (_is_int(self.max_recv_rows) and self.max_recv_rows >= 1),

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from moe_ep_jit.problem import ACTS, ARCHES, Problem, check
+from moe_ep_jit.problem import ACTS, ARCHES, Problem, check, check_problem
 
 #: What a checkpoint may hold, by the names that ``choose_variant`` takes -> what it counts as.
 SOURCES = {
@@ -72,6 +72,33 @@ def default_device() -> torch.device:
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+def usable_device(device: torch.device | str | None = None) -> torch.device:
+    """``device`` with its index, None being ``default_device``.
+
+    ValueError for what names no device; RuntimeError for CUDA where torch or the machine has none.
+    """
+    if device is None:
+        return default_device()
+    try:
+        device = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(
+            f'device: expected a torch.device or a name such as "cuda:0" or "cpu", got {device!r}'
+        ) from error
+    if device.type != "cuda":
+        return device
+    if torch.version.cuda is None or not torch.cuda.is_available():
+        why = "torch finds no GPU" if torch.version.cuda else "this torch is built without CUDA"
+        raise RuntimeError(
+            f'device: expected one that torch can use, got "{device}", but {why}; run: moe-ep-jit '
+            'doctor (or pass device="cpu" for the reference)'
+        )
+    index = torch.cuda.current_device() if device.index is None else device.index
+    count = torch.cuda.device_count()
+    check(index < count, f"device: expected cuda:0 to cuda:{count - 1}, got {device}")
+    return torch.device("cuda", index)
 
 
 def check_arch(arch: str, name: str = "arch") -> None:
@@ -147,6 +174,17 @@ def choose_variant(
     expected_tokens  tokens of a typical call; only words the reason, accuracy decides
     ValueError for a source or an arch that is not known.
     """
+    check_problem(problem)
+    check(
+        expected_tokens is None
+        or (
+            isinstance(expected_tokens, int)
+            and not isinstance(expected_tokens, bool)
+            and expected_tokens >= 0
+        ),
+        f"expected_tokens: expected None or an int >= 0, got {expected_tokens!r}; pass the tokens "
+        "of a typical call",
+    )
     if arch is not None:
         check_arch(arch)
     sources = [str(name).removeprefix("torch.") for name in source_formats] or ["float"]

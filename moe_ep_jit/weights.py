@@ -8,6 +8,8 @@ that the memory in use stays below one expert above source and result.
 from __future__ import annotations
 
 import copy
+import hashlib
+import json
 import os
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -33,7 +35,7 @@ from moe_ep_jit.checkpoint import (
 from moe_ep_jit.formats import MXFP8, NVFP4, BlockScaled
 from moe_ep_jit.kernels.sm90 import packing
 from moe_ep_jit.kernels.sm90.packing import Rows
-from moe_ep_jit.problem import ARCHES, Problem, SwiGLU, check
+from moe_ep_jit.problem import ARCHES, Problem, SwiGLU, check, check_problem
 
 #: Version of the files of ``save_prepared``; raised when the tensors' meaning changes.
 FILE_VERSION = 1
@@ -142,6 +144,7 @@ class PreparedWeights:
 
     def to(self, device: torch.device | str) -> PreparedWeights:
         """The same weights with every tensor on ``device``."""
+        device = variants.usable_device(device)
         tensors = {name: t.to(device) for name, t in self.tensors.items()}
         return replace(self, tensors=tensors, report=copy.deepcopy(self.report))
 
@@ -177,8 +180,8 @@ def prepare_weights(
     ValueError, TypeError: what does not fit; NaN or Inf in the weights, naming the experts.
     RuntimeError: CUDA tensors on an arch without kernels.
     """
-    check(0 <= rank < problem.num_ranks, f"rank: expected 0..{problem.num_ranks - 1}, got {rank}")
     check_matrices(w13, w2, problem)
+    _check_rank(rank, problem)
     device = device_of(w13)
     if arch is None:
         arch = variants.resolve_backend(device, backend)
@@ -223,6 +226,7 @@ def update_weights(
     is checked before the first byte changes. ValueError as there, and where the new weights'
     exponents spread too far for the present fold kind.
     """
+    _check_prepared(prepared)
     problem, kind = prepared.problem, prepared.kind
     check_matrices(w13, w2, problem)
     check(
@@ -255,8 +259,17 @@ def update_weights(
 
 
 def save_prepared(prepared: PreparedWeights, path: str | os.PathLike) -> None:
-    """Write prepared weights to one file; an older file is replaced whole or not at all."""
+    """Write prepared weights to one file; an older file is replaced whole or not at all.
+
+    RuntimeError where the file cannot be written.
+    """
+    _check_prepared(prepared)
     path = Path(path)
+    elsewhere = "save_prepared: expected the path of a file in a folder that exists"
+    if path.is_dir():
+        raise RuntimeError(f"{elsewhere}, got the folder {path}; add a file name")
+    if not path.parent.is_dir():
+        raise RuntimeError(f"{elsewhere}, got {path}; run: mkdir -p {path.parent}")
     state = {
         "mark": _FILE_MARK,
         "version": FILE_VERSION,
@@ -269,10 +282,16 @@ def save_prepared(prepared: PreparedWeights, path: str | os.PathLike) -> None:
         "rank": prepared.rank,
         "tensors": {name: t.cpu() for name, t in prepared.tensors.items()},
     }
+    state["sha256"] = _digests(state)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         torch.save(state, temporary)
         os.replace(temporary, path)
+    except (OSError, RuntimeError) as error:  # torch's writer raises RuntimeError on a full disk
+        raise RuntimeError(
+            f"{path}: could not be written ({error}); pass a path on a disk with "
+            f"{prepared.nbytes} bytes free where this user may write"
+        ) from error
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -286,14 +305,18 @@ def load_prepared(
 
     problem  None: the file's; else it must describe the same weights, and its max_tokens, top_k and
              activation constants are taken
-    ValueError for a file that is truncated, foreign, of another version, or does not fit.
+    ValueError for a file that is truncated, damaged, foreign, of another version, or does not fit.
+    RuntimeError for a CUDA device where there is none.
     """
+    device = variants.usable_device(device)
+    if problem is not None:
+        check_problem(problem)
     path = Path(path)
     again = "run prepare_weights and save_prepared again"
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file; {again}")
     try:
-        # Mapped, so that a tensor's pages are read once, on their way to the device.
+        # Mapped, so that no second copy is in memory on the way to the device.
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # torch raises whatever its zip and pickle readers do
         why = str(error).split("\n", 1)[0][:200]
@@ -310,7 +333,7 @@ def load_prepared(
     )
     try:
         held = _checked_state(state)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
         raise ValueError(f"{path}: damaged ({error}); {again}") from error
     if problem is not None:
         held.problem = _matching_problem(held.problem, problem)
@@ -457,6 +480,7 @@ def _checked_state(state: dict[str, Any]) -> PreparedWeights:
         if problem.act != "mxfp8" and problem.format == "mxfp8":
             fitting = ["mxfp8_exact"]
         check(kind in fitting, f"kind: expected one of {fitting}, got {kind!r}")
+    _check_rank(state["rank"], problem)
     tensors, specs = state["tensors"], _tensor_specs(problem, kind)
     check(
         tensors.keys() == specs.keys(),
@@ -468,9 +492,58 @@ def _checked_state(state: dict[str, Any]) -> PreparedWeights:
             tuple(held.shape) == shape and held.dtype == dtype,
             f"{name}: expected {list(shape)} {dtype}, got {list(held.shape)} {held.dtype}",
         )
+        check(
+            held.layout is torch.strided and held.is_contiguous() and held.device.type == "cpu",
+            f"{name}: expected a contiguous, strided tensor, got strides "
+            f"{list(held.stride()) if held.layout is torch.strided else held.layout}",
+        )
+        check(not _has_nan(name, held), f"{name}: expected finite numbers, got NaN or Inf")
+    said, found = state["sha256"], _digests(state)
+    differs = sorted(
+        name for name in said.keys() | found.keys() if said.get(name) != found.get(name)
+    )
+    check(not differs, f"{', '.join(differs)}: another digest than when written")
     variant = variants.Variant(problem, state["variant"]["name"], state["variant"]["reason"])
     return PreparedWeights(
         problem, layout, arch, kind, variant, dict(tensors), state["report"], state["rank"]
+    )
+
+
+def _has_nan(name: str, tensor: torch.Tensor) -> bool:
+    """Whether a bias or a scale is no number; the elements themselves are left to the digest."""
+    if tensor.dtype is torch.float32:
+        return not bool(tensor.isfinite().all())
+    if not name.endswith("_sf"):
+        return False
+    if tensor.dtype is torch.uint8:  # UE8M0
+        return bool((tensor == 0xFF).any())
+    return bool((tensor.view(torch.uint8) & 0x7F == 0x7F).any())
+
+
+def _digests(state: dict[str, Any]) -> dict[str, str]:
+    """sha256 of each tensor's bytes by its name, and "facts" for all else that a file says."""
+    found = {
+        name: hashlib.sha256(t.detach().contiguous().view(-1).view(torch.uint8).numpy()).hexdigest()
+        for name, t in state["tensors"].items()
+    }
+    facts = {name: value for name, value in state.items() if name not in ("tensors", "sha256")}
+    found["facts"] = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+    return found
+
+
+def _check_prepared(prepared: PreparedWeights) -> None:
+    if not isinstance(prepared, PreparedWeights):
+        raise TypeError(
+            f"prepared: expected PreparedWeights, got {type(prepared).__name__}; see "
+            "prepare_weights and load_prepared"
+        )
+
+
+def _check_rank(rank: int, problem: Problem) -> None:
+    check(
+        isinstance(rank, int) and not isinstance(rank, bool) and 0 <= rank < problem.num_ranks,
+        f"rank: expected 0..{problem.num_ranks - 1}, got {rank!r}; pass this process's rank as an "
+        "int",
     )
 
 

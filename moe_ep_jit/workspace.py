@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from moe_ep_jit import layout, variants
-from moe_ep_jit.problem import Problem, check
+from moe_ep_jit.problem import Problem, check, check_problem
 
 if TYPE_CHECKING:
     from moe_ep_jit.weights import PreparedWeights
@@ -24,6 +24,9 @@ _DTYPES = {
     "bf16": torch.bfloat16,
 }
 _BF16_BYTES = 2
+
+#: Values of MOE_EP_JIT_DEBUG, in any case, that leave debugging off.
+_OFF = ("", "0", "no", "false", "off")
 
 _TWO_STREAMS = (
     "a call on this workspace started before the one before it had finished, so both results are "
@@ -40,13 +43,14 @@ class Workspace:
     device    None: the current CUDA device where there is one, else the CPU
     backend   "auto": kernels on CUDA, the reference on the CPU; "reference": the reference anywhere
     debug     two output buffers alternate, and the one before is filled with NaN by the next call;
-              None: what ``MOE_EP_JIT_DEBUG`` says
+              None: what ``MOE_EP_JIT_DEBUG`` says (empty, 0, no, false and off mean off)
     operand   "e4m3" or "bf16", where weights turned out to need another than the problem's own
               (``weights.operand``); None: ``variants.operand_of(problem)``
 
     A workspace serves one stream at a time. A result that is a view of ``output`` dies with the
     next call of any layer that shares the workspace; its memory stays valid as long as the view.
-    ValueError for a caller's mistake; RuntimeError on a CUDA device that has no kernels.
+    ValueError for a caller's mistake; RuntimeError on a CUDA device that is missing or has no
+    kernels.
     """
 
     def __init__(
@@ -62,13 +66,10 @@ class Workspace:
         self._closed = True  # until everything below has succeeded
         self.problems = _problems(problem)
         _check_group(group)
-        device = variants.default_device() if device is None else torch.device(device)
-        if device.type == "cuda" and device.index is None:
-            device = torch.device("cuda", torch.cuda.current_device())
-        self.device = device
+        self.device = device = variants.usable_device(device)
         self.arch = variants.resolve_backend(device, backend)
         if debug is None:
-            debug = os.environ.get("MOE_EP_JIT_DEBUG", "") not in ("", "0")
+            debug = os.environ.get("MOE_EP_JIT_DEBUG", "").strip().lower() not in _OFF
         self.debug = bool(debug)
         sizes = [layout.workspace_bytes(p, _operand(p, operand)) for p in self.problems]
         self.operand = operand
@@ -117,7 +118,7 @@ class Workspace:
         # Read on every call: a ctypes view costs 0.1 us, Tensor.item() ten times that.
         self._error = (ctypes.c_int32 * layout.ERROR_WORDS).from_address(self._record.data_ptr())
         if self.arch is not None:
-            self.control().zero_()
+            self._control().zero_()
             torch.cuda.current_stream(self.device).synchronize()
 
     @staticmethod
@@ -156,11 +157,13 @@ class Workspace:
     @property
     def base_address(self) -> int:
         """Address of the first region."""
+        self._check_open()
         return self._regions.data_ptr()
 
     @property
     def error_address(self) -> int:
         """Address of the error record: pinned, so the device knows it by the same one."""
+        self._check_open()
         return self._record.data_ptr()
 
     def views(self, problem: Problem | None = None, operand: str | None = None) -> dict[str, Any]:
@@ -181,6 +184,10 @@ class Workspace:
 
     def control(self) -> torch.Tensor:
         """The control words, int32 [CONTROL_WORDS]: the first region whatever the problem is."""
+        self._check_open()
+        return self._control()
+
+    def _control(self) -> torch.Tensor:
         return self._regions[: layout.CONTROL_WORDS * 4].view(torch.int32)
 
     def problem_of(self, weights: PreparedWeights) -> Problem:
@@ -311,6 +318,12 @@ class Workspace:
             if kind is None:  # else the body's own error is the one to see
                 raise
 
+    def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
+        raise TypeError(
+            "workspace: expected no copy and no pickle (it holds addresses), got one; build a new "
+            "Workspace"
+        )
+
     def __repr__(self) -> str:
         state = "closed" if self._closed else self.arch or "reference"
         return f"Workspace({len(self.problems)} problem(s), {self.device}, {state})"
@@ -353,11 +366,17 @@ def _explain(code: int) -> str:
 
 
 def _problems(problem: Problem | Iterable[Problem]) -> tuple[Problem, ...]:
-    problems = (problem,) if isinstance(problem, Problem) else tuple(problem)
+    if isinstance(problem, Problem):
+        return (problem,)
+    if not isinstance(problem, Iterable):
+        raise TypeError(
+            f"problem: expected a Problem or a list of them, got {type(problem).__name__}; pass "
+            "weights.problem"
+        )
+    problems = tuple(problem)
     check(bool(problems), "problem: expected a Problem or a list of them, got an empty list")
     for p in problems:
-        if not isinstance(p, Problem):
-            raise TypeError(f"problem: expected Problem, got {type(p).__name__}")
+        check_problem(p)
     return problems
 
 

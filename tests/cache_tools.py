@@ -29,9 +29,10 @@ def cache_fixture(tmp_path, monkeypatch):
     return folder
 
 
-def load(bias=3, name=NAME, compile=True, **facts):
+def load(bias=3, name=NAME, compile=True, announce=True, **facts):
     facts = {"bias": bias, **facts}
-    return jit.load("toy", facts, arch="sm_90a", build=BUILD, name=name, compile=compile)
+    options = {"compile": compile, "announce": announce}
+    return jit.load("toy", facts, arch="sm_90a", build=BUILD, name=name, **options)
 
 
 def compiles(cache: Path) -> int:
@@ -58,6 +59,7 @@ def replace(path: Path, content: bytes) -> None:
     """A new file under the old name: this process has the old one mapped."""
     fresh = path.with_name("fresh")
     fresh.write_bytes(content)
+    fresh.chmod(0o600)
     fresh.replace(path)
 
 

@@ -6,6 +6,7 @@ import io
 import json
 import multiprocessing
 import os
+import shutil
 import tarfile
 import time
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 from cache_tools import BUILD, FORK, NAME, compiles, load, replace, the_entry
 from cache_tools import cache_fixture as cache_fixture
 
-from moe_ep_jit import cache_admin, cache_key, entries, jit
+from moe_ep_jit import cache_admin, cache_key, doctor, entries, jit
 from moe_ep_jit.tools import precompile
 
 
@@ -78,6 +79,73 @@ def test_verify(cache, file):
     assert rows["good"]["ok"]
     assert not rows[NAME]["ok"]
     assert rows[NAME]["reason"]
+
+
+def test_list_sorts_numbers_as_numbers(cache):
+    for number, name in enumerate(("k-n128", "k-n16", "k-n8", "j-n64")):
+        load(number, name=name)
+    assert names() == ["j-n64", "k-n8", "k-n16", "k-n128"]
+
+
+@pytest.mark.parametrize("part", ["sm_90a", NAME, "entry", "kernel.so", "key.json"])
+def test_what_others_can_write_is_reported_with_the_command(cache, part):
+    load(1)
+    entry = the_entry(cache)
+    path = {"sm_90a": cache / part, NAME: entry.parent, "entry": entry}.get(part, entry / part)
+    path.chmod(0o777)
+    command = f"run: chmod -R go-w {path}"
+    (row,) = cache_admin.list_entries()
+    assert (row["state"], row["usable"]) == ("untrusted", False)
+    assert row["reason"].endswith(command)
+    (said,) = cache_admin.verify()
+    assert not said["ok"]
+    assert said["reason"].endswith(command)
+    finding = next(f for f in doctor._cache() if f.name == "cache")
+    assert "can be written by others" in finding.problem
+    assert finding.fix == command
+    assert cache_admin.prune() == []
+    with pytest.raises(RuntimeError, match="no usable entry"):
+        cache_admin.pack(cache.parent / "p.tar")
+
+
+def test_doctor_looks_into_layers_too(cache, tmp_path, monkeypatch):
+    load(1)
+    the_entry(cache).chmod(0o777)
+    monkeypatch.setenv("MOE_EP_JIT_CACHE", os.pathsep.join((str(tmp_path / "own"), str(cache))))
+    own, layer = doctor._cache()
+    assert (own.name, own.problem) == ("cache", "")
+    assert layer.fix == f"run: chmod -R go-w {the_entry(cache)}"
+
+
+def test_a_file_in_an_entrys_place_is_broken_and_pruned(cache):
+    load(1)
+    entry = the_entry(cache)
+    shutil.rmtree(entry)
+    entry.write_text("no folder")
+    (row,) = cache_admin.list_entries()
+    assert (row["state"], row["bytes"]) == ("broken", 9)
+    assert not cache_admin.verify()[0]["ok"]
+    assert len(cache_admin.prune()) == 1
+    assert not entry.exists()
+    assert not list((cache / ".broken").iterdir())
+
+
+def test_a_cache_that_is_a_file_is_named_with_the_fix(tmp_path, monkeypatch):
+    file = tmp_path / "file"
+    file.write_text("")
+    monkeypatch.setenv("MOE_EP_JIT_CACHE", str(file))
+    message = f"{file} is a file, expected the cache folder; run: export MOE_EP_JIT_CACHE="
+    for call in (
+        cache_admin.list_entries,
+        cache_admin.verify,
+        cache_admin.prune,
+        lambda: precompile.run([job(1)]),
+        lambda: cache_admin.pack(tmp_path / "p.tar"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            call()
+    (finding,) = doctor._cache()
+    assert "not a folder" in finding.problem
 
 
 # Prune
@@ -163,6 +231,27 @@ def test_pack_of_nothing(cache, tmp_path):
     with pytest.raises(RuntimeError, match="precompile"):
         cache_admin.pack(tmp_path / "cache.tar")
     assert not (tmp_path / "cache.tar").exists()
+
+
+def test_pack_names_the_path_that_was_given(cache, tmp_path):
+    load()
+    missing = tmp_path / "no" / "p.tar"
+    with pytest.raises(RuntimeError, match=f"^{missing}: .*run: mkdir -p {missing.parent}$"):
+        cache_admin.pack(missing)
+    with pytest.raises(RuntimeError, match=f"^{tmp_path}: .*got a folder"):
+        cache_admin.pack(tmp_path)
+
+
+def test_pack_on_a_full_disk(cache, tmp_path, monkeypatch):
+    load()
+
+    def no_space(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(tarfile.TarFile, "addfile", no_space)
+    with pytest.raises(RuntimeError, match=f"^{tmp_path / 'p.tar'}: .*No space left"):
+        cache_admin.pack(tmp_path / "p.tar")
+    assert [path.name for path in tmp_path.iterdir() if "tar" in path.name] == []
 
 
 def test_unpack_takes_nothing_foreign(cache, tmp_path, monkeypatch):
@@ -277,7 +366,7 @@ def job(bias, **facts):
     return precompile.Job("toy", {"bias": bias, **facts}, "sm_90a", BUILD, f"toy-{bias}")
 
 
-def test_precompile_fills_the_cache(cache):
+def test_precompile_fills_the_cache(cache, capfd):
     seen = []
     jobs = [job(1), job(2), job(1), job(3, trouble="print")]
     said = precompile.run(jobs, 2, lambda done, total, result: seen.append((done, total)))
@@ -286,6 +375,7 @@ def test_precompile_fills_the_cache(cache):
     assert seen == [(1, 3), (2, 3), (3, 3)]
     assert [result["name"] for result in said["results"]] == ["toy-1", "toy-2", "toy-3"]
     assert compiles(cache) == 3
+    assert "on first use" not in capfd.readouterr().err
     again = precompile.run([("toy", {"bias": 1}, "sm_90a", BUILD, "toy-1")], num_workers=1)
     assert (again["compiled"], again["cached"]) == (0, 1)
     with jit.freeze():

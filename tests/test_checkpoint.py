@@ -81,6 +81,11 @@ def _bad_arguments() -> list:
         ("gate_up_zero", {**good, "gate_up": 0}, ValueError, "gate_up: expected"),
         ("h_scale", {**good, "h_global_scale": 1.0}, ValueError, "h_global_scale: expected None"),
         ("rank", {**good, "rank": 1}, ValueError, "rank: expected 0..0"),
+        ("rank_text", {**good, "rank": "0"}, ValueError, "rank: expected 0..0, got '0'; pass"),
+        ("rank_bool", {**good, "rank": False}, ValueError, "rank: expected 0..0, got False"),
+        ("problem", {**good, "problem": None}, TypeError, "problem: expected Problem, got None"),
+        ("tokens", {**good, "expected_tokens": "x"}, ValueError, "expected_tokens: .*got 'x'; "),
+        ("tokens_less", {**good, "expected_tokens": -1}, ValueError, "expected_tokens: .*got -1"),
         ("arch", {**good, "arch": "sm_80"}, ValueError, "sm_90a"),
         ("backend", {**good, "backend": "cuda"}, ValueError, "backend: expected"),
         ("arch_and_reference", {**good, "arch": "sm_90a", "backend": "reference"}, ValueError,
@@ -94,7 +99,7 @@ def _bad_arguments() -> list:
 )
 def test_bad_arguments(arguments: dict, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        prepare_weights(problem=make_problem(), **arguments)
+        prepare_weights(**{"problem": make_problem(), **arguments})
 
 
 @pytest.mark.parametrize(
@@ -109,9 +114,18 @@ def test_bad_arguments(arguments: dict, error: type[Exception], message: str) ->
         ({"h_global_scale": 0.0}, ValueError, "positive"),
         ({"h_global_scale": float("nan")}, ValueError, "finite"),
         ({"h_global_scale": torch.ones(3)}, ValueError, "expected shape"),
+        ({"h_global_scale": float("inf")}, ValueError, "finite"),
+        ({"h_global_scale": 10**400}, ValueError, "finite"),
+        ({"h_global_scale": 2.0**107}, ValueError, r"below 2\^107"),
+        ({"h_global_scale": -(2.0**107)}, ValueError, "positive"),
+        ({"h_global_scale": torch.tensor([1.0, 2.0**120])}, ValueError, r"below 2\^107"),
+        ({"h_global_scale": torch.tensor(1e300, dtype=torch.float64)}, ValueError, r"2\^107"),
+        ({"h_global_scale": "1"}, TypeError, "h_global_scale: expected .* got str; pass"),
+        ({"h_global_scale": True}, TypeError, "h_global_scale: expected .* got bool"),
     ],
-    ids=["no13", "no2", "shape", "dtype", "device", "nan", "h_zero", "h_nan", "h_shape"],
-)
+    ids=["no13", "no2", "shape", "dtype", "device", "nan", "h_zero", "h_nan", "h_shape", "h_inf",
+         "h_int", "h_limit", "h_negative", "h_expert", "h_fp64", "h_text", "h_bool"],
+)  # fmt: skip
 def test_bad_small_tensors(changes: dict, error: type[Exception], message: str) -> None:
     problem = make_problem(format="nvfp4", act="nvfp4", bias=True)
     arguments = {"w13_bias": torch.zeros(2, 256), "w2_bias": torch.zeros(2, 192), **changes}

@@ -386,6 +386,24 @@ E4M3, U8 = torch.float8_e4m3fn, torch.uint8
 
 class TestRefusals:
     @pytest.mark.parametrize(
+        ("change", "match"),
+        [
+            ({"data": None}, "nvfp4 data: expected a torch.Tensor, got NoneType"),
+            ({"sf": None}, "nvfp4 sf: expected a torch.Tensor, got NoneType"),
+            ({"sf": [1.0]}, "nvfp4 sf: expected a torch.Tensor, got list"),
+            ({"global_scale": 0.5}, "global_scale: expected a torch.Tensor, got float; convert"),
+        ],
+        ids=str,
+    )
+    def test_what_is_no_tensor(self, change, match):
+        q = formats.quantize(torch.ones(4, 64), "nvfp4")
+        parts = {"data": q.data, "sf": q.sf, "global_scale": q.global_scale, **change}
+        with pytest.raises(TypeError, match=match):
+            BlockScaled(NVFP4, **parts)
+        with pytest.raises(TypeError, match="quantize: x: expected a torch.Tensor, got list"):
+            formats.quantize([1.0], "nvfp4")
+
+    @pytest.mark.parametrize(
         ("fmt", "data", "sf", "scale", "error", "match"),
         [
             (MXFP8, (U8, 4, 64), (U8, 4, 2), None, TypeError, "data: expected torch.float8"),

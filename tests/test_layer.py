@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
+
 import pytest
 import torch
 
@@ -82,6 +86,19 @@ def test_layers_share_a_workspace_and_close_only_their_own():
     shared.close()
     with pytest.raises(RuntimeError, match="it is closed"):
         c(*inputs)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [copy.deepcopy, pickle.dumps, lambda x: torch.save(x, io.BytesIO())],
+    ids=["deepcopy", "pickle", "save"],
+)
+def test_neither_a_workspace_nor_its_layer_can_be_copied(how):  # fmt: skip
+    layer = moe.MoELayer(PROBLEM, *checkpoint())
+    for what in (layer.workspace, layer):
+        with pytest.raises(TypeError, match="workspace: expected no copy .* build a new Workspace"):
+            how(what)
+    copy.deepcopy(layer.weights)  # what they hold may be
 
 
 def test_a_shared_workspace_must_know_the_layer():

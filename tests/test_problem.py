@@ -197,13 +197,47 @@ def test_max_recv_rows(rows):
     assert message == f"max_recv_rows: expected None or at least 1, got {rows!r}"
 
 
-@pytest.mark.parametrize("limit", [0, 0.0, -7.0, math.nan])
+NO_NUMBERS = [
+    math.nan,
+    math.inf,
+    -math.inf,
+    True,
+    "7",
+    Fraction(7, 2),
+    np.float32(7),
+    1e39,
+    10**400,
+]
+
+
+@pytest.mark.parametrize("limit", [0, 0.0, -7.0, *NO_NUMBERS], ids=lambda v: repr(v)[:20])
 def test_limit(limit):
-    message = f"SwiGLU.limit: expected None or a positive number, got {limit!r}"
+    message = (
+        f"SwiGLU.limit: expected None or a positive, finite int or float, got {limit!r}; "
+        "pass limit=None to clamp nothing"
+    )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         SwiGLU(limit=limit)
 
 
-@pytest.mark.parametrize("limit", [None, 7, 10.0, math.inf, Fraction(7, 2)])
+@pytest.mark.parametrize(("name", "default"), [("alpha", 1.0), ("beta", 0.0)])
+@pytest.mark.parametrize("value", [None, *NO_NUMBERS], ids=lambda v: repr(v)[:20])
+def test_alpha_and_beta(name, default, value):
+    message = (
+        f"SwiGLU.{name}: expected a finite int or float, got {value!r}; leave it out for {default}"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        SwiGLU(**{name: value})
+
+
+@pytest.mark.parametrize("bias", [None, 0, 1, "yes", np.True_])
+def test_bias(bias):
+    assert refusal(bias=bias) == (
+        f"bias: expected True or False, got {bias!r}; pass the tensors themselves to "
+        "prepare_weights(w13_bias=, w2_bias=)"
+    )
+
+
+@pytest.mark.parametrize("limit", [None, 7, 10.0])
 def test_limits_that_are_fine(limit):
     assert SwiGLU(limit, 1.702, 1.0).limit == limit

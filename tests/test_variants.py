@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moe_ep_jit import Problem, choose_variant, layout, variants
+from moe_ep_jit import Problem, Workspace, choose_variant, layout, variants
 from moe_ep_jit.problem import ARCHES
 
 AUTO = Problem(hidden=256, intermediate=128, num_experts=32, top_k=4, max_tokens=512)
@@ -53,6 +53,14 @@ def test_what_the_problem_says_is_kept_and_requantization_is_told():
 def test_act_that_the_chosen_format_lacks_is_refused():
     with pytest.raises(ValueError, match="act: expected one of"):
         choose_variant(AUTO.with_(act="nvfp4"), "sm_90a", ("mxfp8",))
+
+
+def test_problem_and_expected_tokens_are_checked():
+    with pytest.raises(TypeError, match="problem: expected Problem, got NoneType"):
+        choose_variant(None, "sm_90a")
+    for tokens in ("x", -1, 8.0, True):
+        with pytest.raises(ValueError, match="expected_tokens: expected None or an int >= 0, got"):
+            choose_variant(AUTO, "sm_90a", (), tokens)
 
 
 def test_unknown_source_and_arch_are_refused_with_the_known_ones():
@@ -122,6 +130,39 @@ def test_arch_without_kernels_names_the_reference(monkeypatch):
     with pytest.raises(RuntimeError, match=r'sm_80.*backend="reference"'):
         variants.resolve_backend(device)
     assert variants.resolve_backend(device, "reference") is None
+
+
+def pretend_torch(monkeypatch, cuda, devices):
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: devices > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: devices - 1)
+
+
+def test_usable_device(monkeypatch):
+    pretend_torch(monkeypatch, "13.0", 2)
+    assert variants.usable_device("cuda") == torch.device("cuda", 1)
+    assert variants.usable_device(torch.device("cuda", 0)) == torch.device("cuda", 0)
+    assert variants.usable_device() == torch.device("cuda", 1)
+    assert variants.usable_device("cpu") == torch.device("cpu")
+    with pytest.raises(ValueError, match="device: expected cuda:0 to cuda:1, got cuda:2"):
+        variants.usable_device("cuda:2")
+    for bad in ("gpu", 3.5, []):
+        with pytest.raises(ValueError, match=r"device: expected a torch\.device or a name"):
+            variants.usable_device(bad)
+
+
+@pytest.mark.parametrize(
+    ("cuda", "why"), [(None, "built without CUDA"), ("13.0", "finds no GPU")], ids=["cpu", "none"]
+)
+def test_cuda_that_is_not_there_names_the_doctor(monkeypatch, cuda, why):
+    pretend_torch(monkeypatch, cuda, 0)
+    assert variants.usable_device() == torch.device("cpu")
+    for device in ("cuda", "cuda:0"):
+        with pytest.raises(RuntimeError, match=f"{why}; run: moe-ep-jit doctor"):
+            variants.usable_device(device)
+        with pytest.raises(RuntimeError, match="run: moe-ep-jit doctor"):
+            Workspace(AUTO.with_(format="mxfp8"), device=device)
 
 
 def test_every_arch_has_its_folder():

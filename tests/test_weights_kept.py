@@ -10,12 +10,15 @@ from typing import Any
 import pytest
 import torch
 from weight_cases import (
+    ACTS,
     ARCHES,
     FORMATS,
+    copied,
     far_groups,
     in_order,
     make_problem,
     one_thread,  # noqa: F401  a fixture
+    random_biases,
     same_bits,
     sources,
     spread_weights,
@@ -38,15 +41,13 @@ pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("one_thread")]
 
 
 @ARCHES
-@pytest.mark.parametrize(
-    ("fmt", "act"), [("mxfp8", "mxfp8"), ("mxfp8", "bf16"), ("nvfp4", "nvfp4")], ids=str
-)
+@ACTS
 def test_update_gives_what_preparing_gives_at_the_same_addresses(
     arch: str | None, fmt: str, act: str
 ) -> None:
     problem = make_problem(format=fmt, act=act, bias=True)
     old, new = sources(problem), tuple(-3 * w for w in sources(problem))
-    biases = {"w13_bias": torch.randn(2, 256), "w2_bias": torch.randn(2, 192)}
+    biases = random_biases(problem)
     prepared = prepare_weights(*old, problem, arch=arch, **biases)
     pointers = {n: t.data_ptr() for n, t in prepared.tensors.items()}
     biases = {"w13_bias": torch.randn(2, 256), "w2_bias": torch.randn(2, 192).bfloat16()}
@@ -56,6 +57,16 @@ def test_update_gives_what_preparing_gives_at_the_same_addresses(
     want = prepare_weights(*new, problem, arch=arch, **biases)
     assert same_bits(prepared.tensors, want.tensors)
     assert {n: t.data_ptr() for n, t in prepared.tensors.items()} == pointers
+
+
+def test_what_is_no_prepared_weights_is_refused(tmp_path: Path) -> None:
+    w13, w2 = sources(make_problem())
+    message = "prepared: expected PreparedWeights, got {}; see prepare_weights"
+    with pytest.raises(TypeError, match=message.format("NoneType")):
+        update_weights(None, w13, w2)
+    with pytest.raises(TypeError, match=message.format("dict")):
+        save_prepared({}, tmp_path / "layer.pt")
+    assert not list(tmp_path.iterdir())
 
 
 def test_update_keeps_or_replaces_the_intermediate_scale() -> None:
@@ -72,7 +83,7 @@ def test_update_refuses_another_fold_kind_and_takes_a_better_one() -> None:
     problem = make_problem(hidden=256, intermediate=256)
     near, mid, far = far_groups(problem, 0), far_groups(problem, 20), spread_weights(problem, 20)
     row = prepare_weights(*near, problem, arch="sm_90a")
-    before = {n: t.clone() for n, t in row.tensors.items()}
+    before = copied(row.tensors)
     for worse in (mid, far):
         with pytest.raises(ValueError, match="call prepare_weights, then warmup"):
             update_weights(row, *worse)
@@ -93,9 +104,9 @@ def test_update_refuses_another_fold_kind_and_takes_a_better_one() -> None:
 def test_update_changes_nothing_when_it_refuses(fmt: str, bad: str) -> None:
     problem = make_problem(format=fmt, bias=True)
     w13, w2 = sources(problem)
-    biases = {"w13_bias": torch.randn(2, 256), "w2_bias": torch.randn(2, 192)}
+    biases = random_biases(problem)
     prepared = prepare_weights(w13, w2, problem, arch="sm_90a", **biases)
-    before = {n: t.clone() for n, t in prepared.tensors.items()}
+    before = copied(prepared.tensors)
     w13, w2 = 2 * w13, 2 * w2
     biases["w13_bias"] = biases["w13_bias"] + 1
     if bad == "nan":
@@ -117,15 +128,11 @@ def test_update_changes_nothing_when_it_refuses(fmt: str, bad: str) -> None:
 
 
 @ARCHES
-@pytest.mark.parametrize(
-    ("fmt", "act"), [("mxfp8", "mxfp8"), ("mxfp8", "bf16"), ("nvfp4", "nvfp4")], ids=str
-)
+@ACTS
 def test_saved_and_loaded(arch: str | None, fmt: str, act: str, tmp_path: Path) -> None:
     problem = make_problem(format=fmt, act=act, bias=True)
     w13, w2 = sources(problem)
-    prepared = prepare_weights(
-        w13, w2, problem, arch=arch, w13_bias=torch.randn(2, 256), w2_bias=torch.randn(2, 192)
-    )
+    prepared = prepare_weights(w13, w2, problem, arch=arch, **random_biases(problem))
     path = tmp_path / "layer.pt"
     save_prepared(prepared, path)
     assert [p.name for p in tmp_path.iterdir()] == ["layer.pt"]
@@ -147,6 +154,8 @@ def saved(tmp_path: Path) -> Path:
 
 
 def test_load_takes_a_fitting_problem(saved: Path) -> None:
+    with pytest.raises(TypeError, match="problem: expected Problem, got str"):
+        load_prepared(saved, problem="mine")
     wanted = make_problem(format="auto").with_(max_tokens=99)
     loaded = load_prepared(saved, problem=wanted)
     assert loaded.problem == wanted.with_(format="mxfp8", act="mxfp8")
@@ -185,6 +194,56 @@ def _wrong_dtype(state: dict) -> Any:
     return state
 
 
+def _sparse(state: dict) -> Any:
+    state["tensors"]["w2"] = state["tensors"]["w2"].to_sparse()
+    return state
+
+
+def _expanded(state: dict) -> Any:
+    held = state["tensors"]["w2_sf"]
+    state["tensors"]["w2_sf"] = held[:1].expand(held.shape)
+    return state
+
+
+def _no_tensor_at_all(state: dict) -> Any:
+    state["tensors"]["w2"] = [1, 2]
+    return state
+
+
+def _nan_scale(state: dict) -> Any:
+    state["tensors"]["w2_sf"][1, 3] = float("nan")
+    return state
+
+
+def _flipped_bit(state: dict) -> Any:
+    state["tensors"]["w13"].view(-1)[77] ^= 4
+    return state
+
+
+def _two_swapped(state: dict) -> Any:
+    held = state["tensors"]["w13"]
+    held.copy_(held.flip(0))
+    return state
+
+
+def _other_fact(state: dict) -> Any:
+    state["problem"]["activation"]["alpha"] = 2.0
+    return state
+
+
+def _no_digests(state: dict) -> Any:
+    del state["sha256"]
+    return state
+
+
+def _rank_out_of_range(state: dict) -> Any:
+    return {**state, "rank": 1}
+
+
+def _rank_as_text(state: dict) -> Any:
+    return {**state, "rank": "0"}
+
+
 def _wrong_kind(state: dict) -> Any:
     return {**state, "kind": "nvfp4"}
 
@@ -209,6 +268,16 @@ def _unknown_fact(state: dict) -> Any:
         (_no_tensor, "w2_sf"),
         (_wrong_shape, "w2: expected"),
         (_wrong_dtype, "w2_sf: expected"),
+        (_sparse, "w2: expected a contiguous, strided tensor"),
+        (_expanded, "w2_sf: expected a contiguous, strided tensor"),
+        (_no_tensor_at_all, "damaged"),
+        (_nan_scale, "w2_sf: expected finite"),
+        (_flipped_bit, "w13: another digest"),
+        (_two_swapped, "w13: another digest"),
+        (_other_fact, "facts: another digest"),
+        (_no_digests, "sha256"),
+        (_rank_out_of_range, r"rank: expected 0\.\.0, got 1"),
+        (_rank_as_text, r"rank: expected 0\.\.0, got '0'"),
         (_wrong_kind, "kind: expected"),
         (_wrong_arch, "layout 'sm90' for arch 'sm_100a'"),
         (_wrong_problem, "hidden: expected"),
@@ -221,6 +290,61 @@ def test_load_refuses_foreign_files(saved: Path, change: Callable, message: str)
     with pytest.raises(ValueError, match=message) as caught:
         load_prepared(saved)
     assert "run prepare_weights and save_prepared again" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("fmt", "byte"), [("mxfp8", 0xFF), ("nvfp4", 0x7F), ("nvfp4", 0xFF)], ids=str
+)
+def test_plain_scales_that_are_no_numbers_are_refused(fmt: str, byte: int, tmp_path: Path) -> None:
+    """Written so: their digests are right."""
+    problem = make_problem(format=fmt)
+    prepared = prepare_weights(*sources(problem), problem)
+    prepared.tensors["w13_sf"].view(torch.uint8)[1, 2, 3] = byte
+    save_prepared(prepared, tmp_path / "layer.pt")
+    with pytest.raises(ValueError, match="w13_sf: expected finite"):
+        load_prepared(tmp_path / "layer.pt")
+
+
+def test_every_byte_of_a_tensor_counts(saved: Path) -> None:
+    """A bit that changes on the disk, wherever a tensor lies."""
+    whole = bytearray(saved.read_bytes())
+    tensors = torch.load(saved, weights_only=True)["tensors"]
+    for name, tensor in tensors.items():
+        at = whole.index(bytes(tensor.view(-1).view(torch.uint8).tolist()))
+        whole[at + 200] ^= 1
+        saved.write_bytes(whole)
+        with pytest.raises(ValueError, match=f"{name}: (another digest|expected finite)"):
+            load_prepared(saved)
+        whole[at + 200] ^= 1
+
+
+def test_save_says_where_it_cannot_write(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared, folder = load_prepared(saved), saved.parent
+    with pytest.raises(RuntimeError, match=f"got {folder}/no/x.pt; run: mkdir -p {folder}/no"):
+        save_prepared(prepared, folder / "no" / "x.pt")
+    with pytest.raises(RuntimeError, match=f"got the folder {folder}; add a file name"):
+        save_prepared(prepared, folder)
+
+    def no_space(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    before = saved.read_bytes()
+    monkeypatch.setattr(torch, "save", no_space)
+    with pytest.raises(RuntimeError, match=f"{saved}: could not be written .*No space left"):
+        save_prepared(prepared, saved)
+    assert saved.read_bytes() == before
+    assert [path.name for path in folder.iterdir()] == [saved.name]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_load_onto_a_gpu_that_is_not_there_names_the_doctor(saved: Path) -> None:
+    for device in ("cuda", "cuda:1", torch.device("cuda")):
+        with pytest.raises(RuntimeError, match="device: expected .* run: moe-ep-jit doctor"):
+            load_prepared(saved, device)
+        with pytest.raises(RuntimeError, match="run: moe-ep-jit doctor"):
+            load_prepared(saved).to(device)
+    with pytest.raises(ValueError, match="device: expected .* got 'gpu'"):
+        load_prepared(saved, "gpu")
 
 
 def test_load_runs_no_code(tmp_path: Path) -> None:

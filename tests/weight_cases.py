@@ -13,6 +13,10 @@ from moe_ep_jit.problem import Problem
 
 ARCHES = pytest.mark.parametrize("arch", [None, "sm_90a"], ids=["plain", "sm90"])
 FORMATS = pytest.mark.parametrize("fmt", ["mxfp8", "nvfp4"])
+#: Both formats and every kind of activations that changes what is prepared.
+ACTS = pytest.mark.parametrize(
+    ("fmt", "act"), [("mxfp8", "mxfp8"), ("mxfp8", "bf16"), ("nvfp4", "nvfp4")], ids=str
+)
 
 
 @pytest.fixture
@@ -49,6 +53,16 @@ def row_values(experts: int, rows: int, k: int) -> torch.Tensor:
 def sources(problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
     experts, hidden, inter = problem.num_local_experts, problem.hidden, problem.intermediate
     return row_values(experts, 2 * inter, hidden), row_values(experts, hidden, inter)
+
+
+def random_biases(problem: Problem) -> dict[str, torch.Tensor]:
+    """``w13_bias`` and ``w2_bias`` as ``prepare_weights`` takes them."""
+    experts, hidden, inter = problem.num_local_experts, problem.hidden, problem.intermediate
+    return {"w13_bias": torch.randn(experts, 2 * inter), "w2_bias": torch.randn(experts, hidden)}
+
+
+def copied(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: t.clone() for name, t in tensors.items()}
 
 
 def quantized(w: torch.Tensor, fmt: str) -> BlockScaled:

@@ -234,26 +234,33 @@ def _capture(call: Callable[[int], Any], i: int) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def run(
-    presets: Sequence[Preset],
-    formats: Sequence[str],
-    act: str,
-    tokens: Sequence[int],
-    iterations: int,
-    seed: int,
-    console: Console,
-    as_json: bool,
-    commit_id: str | None = None,
-) -> int:
+@dataclass(frozen=True)
+class Request:
+    """What to time.
+
+    tokens  () for each preset's own counts;  iterations  calls behind a median, at least 30
+    """
+
+    presets: Sequence[Preset]
+    formats: Sequence[str]
+    act: str = "auto"
+    tokens: Sequence[int] = ()
+    iterations: int = 30
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check(
+            self.iterations >= 30,
+            f"iterations: expected at least 30 for a median, got {self.iterations}",
+        )
+
+
+def run(request: Request, console: Console, as_json: bool, commit_id: str | None = None) -> int:
     """Time every preset in every format; JSON lines as they come, or one table at the end.
 
-    Nine parameters: what the command line asks for, one each.
-
-    tokens     () for each preset's own counts;  iterations  calls behind a median, at least 30
     commit_id  for a copy of the checkout that came without its history; None: git says
     RuntimeError where there is no GPU with kernels.
     """
-    check(iterations >= 30, f"iterations: expected at least 30 for a median, got {iterations}")
     device = variants.default_device()
     if device.type != "cuda" or variants.detect_arch(device) is None:
         raise RuntimeError(
@@ -264,7 +271,7 @@ def run(
     facts = machine(device)
     facts["commit"] = commit_id or facts["commit"]
     rows = []
-    for row in _measure_all(presets, formats, act, tokens, iterations, seed, device, notes):
+    for row in _measure_all(request, device, notes):
         row |= facts
         rows.append(row)
         if as_json:
@@ -280,25 +287,19 @@ def run(
 
 
 def _measure_all(
-    presets: Sequence[Preset],
-    formats: Sequence[str],
-    act: str,
-    tokens: Sequence[int],
-    iterations: int,
-    seed: int,
-    device: torch.device,
-    notes: Console,
+    request: Request, device: torch.device, notes: Console
 ) -> Iterator[dict[str, Any]]:
     """One row for each (preset, format, token count)."""
-    for preset in presets:
-        for fmt in formats:
-            counts = tuple(tokens) or preset.tokens
+    for preset in request.presets:
+        for fmt in request.formats:
+            counts = tuple(request.tokens) or preset.tokens
             with notes.status(f"{preset.name} {fmt}: weights") as status:
-                layer = Layer(preset.problem(fmt, act, max(counts)), device, seed)
+                problem = preset.problem(fmt, request.act, max(counts))
+                layer = Layer(problem, device, request.seed)
                 for count in counts:
                     status.update(f"{preset.name} {fmt}: {count} tokens")
                     head = {"preset": preset.name, "format": fmt, "act": layer.problem.act}
-                    yield head | measure(layer, count, iterations)
+                    yield head | measure(layer, count, request.iterations)
                 layer.close()
                 del layer  # before the next one's weights are made
             torch.cuda.empty_cache()

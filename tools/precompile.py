@@ -222,7 +222,9 @@ def serve_stdin() -> None:
         before = jit.stats()["compiles"]
         error = ""
         try:
-            jit.load(job.op, job.facts, arch=job.arch, build=job.build, name=job.name)
+            jit.load(
+                job.op, job.facts, arch=job.arch, build=job.build, name=job.name, announce=False
+            )
         except Exception as failure:
             error = f"{type(failure).__name__}: {failure}"
         status = "compiled" if jit.stats()["compiles"] > before else "cached"
