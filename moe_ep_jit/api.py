@@ -1,4 +1,4 @@
-"""The layer's forward and its stages: every user-facing check is here.
+"""The layer's forward and its stages: every check of a call starts here.
 
 ``moe_forward`` is quantize -> dispatch -> gate_up -> down -> combine. On CUDA the five run as one
 call of one compiled host function; called apart, each stage runs its part of that same object. On
@@ -17,9 +17,9 @@ import torch
 from moe_ep_jit import formats, layout, reference
 from moe_ep_jit.formats import BlockScaled
 from moe_ep_jit.launch import SLOT, Binding, Launch, accepts, bind, x_kind_of
-from moe_ep_jit.problem import Problem, check
-from moe_ep_jit.weights import PreparedWeights
-from moe_ep_jit.workspace import Workspace
+from moe_ep_jit.problem import Problem, check, check_problem
+from moe_ep_jit.weights import PreparedWeights, check_prepared
+from moe_ep_jit.workspace import Workspace, check_workspace
 
 _ID_WORDS = {torch.int32: 1, torch.int64: 2}
 _WEIGHT_TYPES = {getattr(torch, name): code for name, code in layout.TOPK_WEIGHT_TYPES.items()}
@@ -40,13 +40,15 @@ _STREAM = SLOT["stream"]
 class Round:
     """What dispatch leaves in the workspace for the stages after it, until combine has run.
 
-    next    the stage that is due
-    launch  the compiled object and its arguments; None where the reference serves
+    num_tokens    as dispatch had it; held, since the kernels of every stage read its memory
+    next          the stage that is due
+    launch, args  the compiled object and its arguments; None and [] where the reference serves
     """
 
     binding: Binding
     weights: PreparedWeights
     tokens: int
+    num_tokens: torch.Tensor | None
     next: str
     launch: Launch | None
     args: list[Any]
@@ -123,6 +125,7 @@ def quantize(x: torch.Tensor | BlockScaled, problem: Problem) -> torch.Tensor | 
     kernel that moves it. A BlockScaled x passes. ValueError for an unresolved ``problem.act``
     (``weights.problem`` has it), a wrong size or format.
     """
+    check_problem(problem)
     check(
         problem.is_resolved,
         'problem: act or format is "auto" until prepare_weights has decided; pass weights.problem',
@@ -164,16 +167,22 @@ def dispatch(
         operand = reference.quantize(x, binding.problem)
         reference.dispatch(operand, topk_ids, ws, weights, num_tokens=num_tokens)
     _poison(ws.next_output(), None)
-    ws.round = Round(binding, weights, tokens, "gate_up", launch, args)
+    ws.round = Round(binding, weights, tokens, num_tokens, "gate_up", launch, args)
 
 
 def gate_up(ws: Workspace, weights: PreparedWeights) -> None:
-    """First grouped GEMM of the round, its bias, activation and requantization."""
+    """First grouped GEMM of the round, its bias, activation and requantization.
+
+    ValueError out of order, or with other weights than ``dispatch`` had.
+    """
     _stage("gate_up", "down", layout.STAGE_GATE_UP, ws, weights, reference.gate_up)
 
 
 def down(ws: Workspace, weights: PreparedWeights) -> None:
-    """Second grouped GEMM of the round and its bias, each row to its token's slot."""
+    """Second grouped GEMM of the round and its bias, each row to its token's slot.
+
+    ValueError as in ``gate_up``.
+    """
     _stage("down", "combine", layout.STAGE_DOWN, ws, weights, reference.down)
 
 
@@ -188,8 +197,9 @@ def combine(
 ) -> torch.Tensor:
     """End the round: each token's weighted sum, k = 0..top_k-1 in fp32, bf16 [tokens, hidden].
 
-    topk_ids and num_tokens as they were given to ``dispatch``; topk_weights, out and the result as
-    in ``moe_forward``.
+    topk_ids    as ``dispatch`` had them
+    num_tokens  None: what ``dispatch`` had; else the same count
+    topk_weights, out and the result are as in ``moe_forward``.
     """
     round_ = _round("combine", ws, weights)
     problem, tokens = round_.binding.problem, round_.tokens
@@ -208,6 +218,7 @@ def combine(
             round_.args[_NUM_TOKENS] = num_tokens.data_ptr()
         _run(round_.launch, round_.args, layout.STAGE_COMBINE, ws)
     else:
+        num_tokens = round_.num_tokens if num_tokens is None else num_tokens
         reference.combine(topk_ids, topk_weights, ws, weights, out=result, num_tokens=num_tokens)
         ws.reference = None
     ws.round = None
@@ -216,25 +227,20 @@ def combine(
 
 def _enter(weights: PreparedWeights, ws: Workspace) -> Binding:
     """The checks before a round begins, and the binding of weights and workspace."""
-    if not isinstance(ws, Workspace):
-        raise TypeError(f"ws: expected Workspace, got {type(ws).__name__}")
+    check_workspace(ws)
     ws.begin()
     if ws.round is not None:
         raise ValueError(
             f"workspace: expected no round in progress, got one that waits for {ws.round.next}; "
             "finish it with combine, or drop it with ws.reset()"
         )
-    if not isinstance(weights, PreparedWeights):
-        raise TypeError(
-            f"weights: expected PreparedWeights, got {type(weights).__name__}; see prepare_weights"
-        )
+    check_prepared(weights)
     return bind(ws, weights)
 
 
 def _round(stage: str, ws: Workspace, weights: PreparedWeights) -> Round:
     """The round that ``stage`` continues; ValueError out of order or with other weights."""
-    if not isinstance(ws, Workspace):
-        raise TypeError(f"ws: expected Workspace, got {type(ws).__name__}")
+    check_workspace(ws)
     ws.begin()
     round_ = ws.round
     if round_ is None or round_.next != stage:

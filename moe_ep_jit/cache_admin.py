@@ -136,8 +136,9 @@ def _shared_bytes(launch: dict[str, Any]) -> int:
 
 
 def _size(folder: Path) -> int:
+    """Bytes of a folder's files, or of a file in its place."""
     total = 0
-    for path in (folder, *folder.rglob("*")) if folder.is_file() else folder.rglob("*"):
+    for path in (folder,) if folder.is_file() else folder.rglob("*"):
         with suppress(OSError):
             total += path.stat().st_size
     return total
@@ -281,7 +282,9 @@ def _add(archive: tarfile.TarFile, name: str, content: bytes) -> None:
 
 def unpack(path: str | os.PathLike) -> dict[str, Any]:
     """Put the entries of a packed cache into the user's own folder: ``added``, ``present`` (were
-    there and good), ``foreign`` (for another CPU or version; not taken), each a list of names.
+    there and good), ``foreign`` (for another CPU or version; not taken), ``untrusted`` (there now,
+    but in a folder or a file that others can write, so that loading refuses them; ``verify`` has
+    the command), each a list of names.
 
     The whole archive is checked before the first entry is placed: names, sizes, kinds, the key
     against the folder's name, and every digest. ``ValueError`` for an archive that fails. Digests
@@ -289,25 +292,30 @@ def unpack(path: str | os.PathLike) -> dict[str, Any]:
     """
     contents = _contents(Path(path))
     own = jit.require_writable()
-    result: dict[str, Any] = {"added": [], "present": [], "foreign": []}
+    result: dict[str, Any] = {"added": [], "present": [], "foreign": [], "untrusted": []}
     current: dict[tuple[str, str], dict[str, Any]] = {}
     for member, files in contents.items():
-        folder = own / member
         state, _ = _state(json.loads(files[KEY]), current)
         if state != "usable":
             result["foreign"].append(member)
             continue
-        with entries.lock(own, folder.name, member):
-            if folder.exists():
-                try:
-                    entries.verified(folder, _FILES, None)
-                    result["present"].append(member)
-                    continue
-                except BrokenEntryError:
-                    entries.set_aside(own, folder)
-            entries.store(own, folder, files)
-        result["added"].append(member)
+        placed = _place(own, member, files)
+        result["untrusted" if _trust(own / member) else placed].append(member)
     return result
+
+
+def _place(own: Path, member: str, files: dict[str, bytes]) -> str:
+    """Store one entry unless it is there and whole: "added" or "present"."""
+    folder = own / member
+    with entries.lock(own, folder.name, member):
+        if os.path.lexists(folder):
+            try:
+                entries.verified(folder, _FILES, None)
+                return "present"
+            except BrokenEntryError:
+                entries.set_aside(own, folder)
+        entries.store(own, folder, files)
+    return "added"
 
 
 def _contents(path: Path) -> dict[str, dict[str, bytes]]:

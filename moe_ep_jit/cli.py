@@ -68,7 +68,9 @@ def _parser() -> argparse.ArgumentParser:
         prog="moe-ep-jit", description="One MoE layer in MXFP8 and NVFP4, compiled on first use."
     )
     parser.add_argument("--version", action="version", version=f"moe-ep-jit {_version()}")
-    parser.add_argument("-v", "--verbose", action="store_true", help="log; tracebacks of errors")
+    parser.add_argument(
+        "-v", "--verbose", action="store_true", help="log on stderr; tracebacks of errors"
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_demo(commands)
     _add_precompile(commands)
@@ -80,9 +82,13 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _command(commands: Any, name: str, run: Any, summary: str) -> argparse.ArgumentParser:
-    parser = commands.add_parser(name, help=summary, description=summary[0].upper() + summary[1:])
+    parser = commands.add_parser(name, help=summary, description=_sentence(summary))
     parser.set_defaults(run=run)
     return parser
+
+
+def _sentence(summary: str) -> str:
+    return f"{summary[0].upper()}{summary[1:]}."
 
 
 def _json(parser: argparse.ArgumentParser) -> None:
@@ -95,10 +101,19 @@ def _presets(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME",
-        help="out of shapes.toml; repeatable",
+        help="out of cache/shapes.toml; repeatable; default: all",
     )
     parser.add_argument(
-        "--format", action="append", choices=FORMATS, help="repeatable; default: both"
+        "--format",
+        action="append",
+        choices=FORMATS,
+        help="of the weights; repeatable; default: both",
+    )
+    parser.add_argument(
+        "--act",
+        choices=("auto", *dict.fromkeys(act for acts in ACTS.values() for act in acts)),
+        default="auto",
+        help="the experts' activations; default: auto, the format's own",
     )
 
 
@@ -116,7 +131,7 @@ def _formats(args: argparse.Namespace) -> list[str]:
 def _add_demo(commands: Any) -> None:
     summary = "the layer in both formats on this machine, with or without a GPU"
     demo = _command(commands, "demo", _demo, summary)
-    demo.add_argument("--seed", type=int, default=0)
+    demo.add_argument("--seed", type=int, default=0, help="of the random data; default: 0")
     _json(demo)
 
 
@@ -132,9 +147,11 @@ def _demo(args: argparse.Namespace, console: Console) -> int:
 def _add_precompile(commands: Any) -> None:
     summary = "fill the cache ahead of time; needs no GPU"
     precompile = _command(commands, "precompile", _precompile, summary)
-    precompile.add_argument("--arch", choices=tuple(ARCHES), default=next(iter(ARCHES)))
+    arch = next(iter(ARCHES))
+    precompile.add_argument(
+        "--arch", choices=tuple(ARCHES), default=arch, help=f"to compile for; default: {arch}"
+    )
     _presets(precompile)
-    precompile.add_argument("--act", choices=_acts(), default="auto")
     precompile.add_argument(
         "--jobs", type=_positive, default=None, help="processes; default: what CPU and memory allow"
     )
@@ -181,28 +198,29 @@ def _precompile(args: argparse.Namespace, console: Console) -> int:
 
 
 def _add_cache(commands: Any) -> None:
-    cache = commands.add_parser("cache", help="look after the compiled kernels on disk")
+    summary = "look after the compiled kernels on disk, an object for each layer and tile size"
+    cache = commands.add_parser("cache", help=summary, description=_sentence(summary))
     actions = cache.add_subparsers(dest="action", required=True, metavar="ACTION")
     for name, run, summary in (
-        ("list", _cache_list, "every kernel in the cache"),
+        ("list", _cache_list, "every object: shape, size, registers, whether it is usable here"),
         ("verify", _cache_verify, "check every file against its digest"),
         ("path", _cache_path, "the cache folders, the user's own first"),
     ):
         _json(_command(actions, name, run, summary))
-    prune = _command(actions, "prune", _cache_prune, "remove kernels that nothing loads any more")
+    prune = _command(actions, "prune", _cache_prune, "remove objects that nothing loads any more")
     prune.add_argument(
         "--older-than", type=_duration, metavar="30d", help="only what was not used for so long"
     )
     prune.add_argument(
         "--max-size", type=_size, metavar="500M", help="oldest use first, until the rest fits"
     )
-    prune.add_argument("--all", action="store_true", help="also kernels that are in use now")
+    prune.add_argument("--all", action="store_true", help="also objects that are usable now")
     prune.add_argument("--dry-run", action="store_true", help="only say what would go")
     _json(prune)
-    pack = _command(actions, "pack", _cache_pack, "write all usable kernels to one tar file")
+    pack = _command(actions, "pack", _cache_pack, "write all usable objects to one tar file")
     pack.add_argument("file", metavar="FILE.tar[.gz|.xz]")
     _json(pack)
-    unpack = _command(actions, "unpack", _cache_unpack, "take over the kernels of a tar file")
+    unpack = _command(actions, "unpack", _cache_unpack, "take over the objects of a packed file")
     unpack.add_argument("file", metavar="FILE", help="from where you trust: it holds native code")
     _json(unpack)
 
@@ -237,7 +255,7 @@ def _cache_list(args: argparse.Namespace, console: Console) -> int:
     console.print(table)
     size = sum(row["bytes"] for row in rows) / _MIB
     usable = sum(row["usable"] for row in rows)
-    console.print(f"{len(rows)} kernels, {usable} usable here, {size:.1f} MiB")
+    console.print(f"{len(rows)} objects, {usable} usable here, {size:.1f} MiB")
     return 0
 
 
@@ -251,7 +269,7 @@ def _cache_verify(args: argparse.Namespace, console: Console) -> int:
         return int(bool(bad))
     for row in bad:
         console.print(f"[red]✗[/] {escape(row['path'])}: {escape(row['reason'])}", soft_wrap=True)
-    console.print(f"{len(rows) - len(bad)} of {len(rows)} kernels are whole")
+    console.print(f"{len(rows) - len(bad)} of {len(rows)} objects are whole")
     if bad:
         console.print(
             "The next load builds a broken one anew (`cache prune` removes it), and it refuses one "
@@ -299,7 +317,7 @@ def _cache_pack(args: argparse.Namespace, console: Console) -> int:
         console.print_json(data=result)
         return 0
     size = result["bytes"] / _MIB
-    console.print(f"{result['entries']} kernels in {escape(result['path'])}, {size:.1f} MiB")
+    console.print(f"{result['entries']} objects in {escape(result['path'])}, {size:.1f} MiB")
     return 0
 
 
@@ -312,24 +330,35 @@ def _cache_unpack(args: argparse.Namespace, console: Console) -> int:
     else:
         added, present, foreign = (len(result[k]) for k in ("added", "present", "foreign"))
         console.print(
-            f"{added} kernels added, {present} were there, {foreign} are for other machines"
+            f"{added} objects added, {present} were there, {foreign} are for other machines"
         )
-    return int(bool(result["foreign"]) and not result["added"] and not result["present"])
+        if result["untrusted"]:
+            console.print(
+                f"[red]✗[/] {len(result['untrusted'])} are there, but others can write them and "
+                "loading refuses them; run: moe-ep-jit cache verify",
+                soft_wrap=True,
+            )
+    good = result["added"] or result["present"] or not result["foreign"]
+    return int(bool(result["untrusted"]) or not good)
 
 
 # bench
 
 
 def _add_bench(commands: Any) -> None:
-    bench = _command(commands, "bench", _bench, "time the presets on this GPU, with their floors")
+    bench = _command(commands, "bench", _bench, "time the presets on this GPU against its floors")
     _presets(bench)
-    bench.add_argument("--act", choices=_acts(), default="auto")
     bench.add_argument(
         "--tokens", type=_positive, nargs="+", default=[], help="default: the preset's own counts"
     )
-    bench.add_argument("--iterations", type=_positive, default=30, help="calls behind a median")
-    bench.add_argument("--seed", type=int, default=0)
-    bench.add_argument("--commit", metavar="ID", help="written into the rows; default: git says")
+    bench.add_argument(
+        "--iterations",
+        type=_positive,
+        default=30,
+        help="calls behind a median; default and least: 30",
+    )
+    bench.add_argument("--seed", type=int, default=0, help="of the random data; default: 0")
+    bench.add_argument("--commit", metavar="ID", help="for the rows; default: what git says")
     bench.add_argument("--json", action="store_true", help="print one JSON line for each row")
 
 
@@ -359,10 +388,6 @@ def _doctor(args: argparse.Namespace, console: Console) -> int:
 # argument types
 
 
-def _acts() -> tuple[str, ...]:
-    return ("auto", *dict.fromkeys(act for acts in ACTS.values() for act in acts))
-
-
 def _positive(text: str) -> int:
     value = int(text)
     if value < 1:
@@ -385,7 +410,3 @@ def _size(text: str) -> int:
     if unit not in _SIZES or not number.replace(".", "", 1).isdigit():
         raise argparse.ArgumentTypeError(f"expected a number and K, M or G, got {text!r}")
     return int(float(number) * _SIZES[unit])
-
-
-if __name__ == "__main__":
-    sys.exit(main())

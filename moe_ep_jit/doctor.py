@@ -21,6 +21,7 @@ _DISTRIBUTION = "moe-ep-jit"
 _DSL = "nvidia-cutlass-dsl"
 _DSL_PARTS = tuple(f"{_DSL}-libs-{part}" for part in ("base", "core", "cu12", "cu13"))
 _TORCH_FIX = "pip install 'torch>=2.9' (any build; a CUDA build to run on a GPU)"
+_ELSEWHERE = "run: export MOE_EP_JIT_CACHE=/a/folder/of/your/own"
 _DRIVER_FIX = "update the NVIDIA driver, or install packages built for its CUDA version"
 
 
@@ -41,12 +42,12 @@ def examine() -> list[Finding]:
     return [
         _python(),
         *_torch(driver),
-        _package(_DSL, f"pip install '{_DSL}'"),
+        _package(_DSL),
         *_dsl_parts(dsl_version, driver),
         _dsl_import(dsl_version),
-        _package("apache-tvm-ffi", "pip install apache-tvm-ffi"),
-        _package("cuda-python", "pip install cuda-python"),
-        _package("filelock", "pip install filelock"),
+        _package("apache-tvm-ffi"),
+        _package("cuda-python"),
+        _package("filelock"),
         Finding(
             "driver", _cuda(driver) if driver else "none (kernels compile, the reference runs)"
         ),
@@ -117,14 +118,14 @@ def in_range(version: str, spec: str) -> bool:
     return True
 
 
-def _package(name: str, install: str) -> Finding:
+def _package(name: str) -> Finding:
     version = _version(name)
     spec = wanted_range(name)
+    fix = f"pip install '{name}{spec}'"
     if version is None:
-        return Finding(name, "missing", f"{name} is not installed", install)
+        return Finding(name, "missing", f"{name} is not installed", fix)
     if not in_range(version, spec):
-        problem = f"expected {name}{spec} (the tested range)"
-        return Finding(name, version, problem, f"pip install '{name}{spec}'")
+        return Finding(name, version, f"expected {name}{spec} (the tested range)", fix)
     return Finding(name, version)
 
 
@@ -262,13 +263,12 @@ def _compiler() -> Finding:
 
 def _cache() -> list[Finding]:
     """The cache folders: where, whose, who may write, how much is in them."""
-    elsewhere = "run: export MOE_EP_JIT_CACHE=/a/folder/of/your/own"
     try:
         from moe_ep_jit import jit
 
         own, *layers = jit.cache_dirs()
     except Exception as error:
-        return [Finding("cache", "unknown", _first(error), elsewhere)]
+        return [Finding("cache", "unknown", _first(error), _ELSEWHERE)]
     said = folder_problem(own)
     findings = [Finding("cache", f"{own} ({_describe(own)})", *(said if said[0] else _trust(own)))]
     for layer in layers:
@@ -288,11 +288,16 @@ def _trust(cache: Path) -> tuple[str, str]:
             for folder in entries.in_cache(cache):
                 entries.check_trusted_entry(folder)
     except RuntimeError as error:
-        problem, _, fix = str(error).partition("; run: ")
-        return problem, f"run: {fix}"
+        return _problem_and_fix(error)
     except OSError as error:
         return _first(error), "run: moe-ep-jit cache verify"
     return "", ""
+
+
+def _problem_and_fix(error: RuntimeError) -> tuple[str, str]:
+    """The two halves of a message of ``entries``."""
+    problem, _, fix = str(error).partition("; run: ")
+    return problem, f"run: {fix}"
 
 
 def _is_own_clone(cache: Path) -> bool:
@@ -306,34 +311,31 @@ def folder_problem(folder: Path) -> tuple[str, str]:
     """Why objects cannot be kept in ``folder`` or must not be loaded from it, and the fix."""
     from moe_ep_jit import entries
 
-    elsewhere = "run: export MOE_EP_JIT_CACHE=/a/folder/of/your/own"
     existing = folder
     while not existing.exists() and existing != existing.parent:
         existing = existing.parent
     if not existing.is_dir():
-        return f"{existing} is not a folder", elsewhere
+        return f"{existing} is not a folder", _ELSEWHERE
     if folder.exists():
         try:
             entries.check_trusted(folder)
         except RuntimeError as error:
             if not _is_own_clone(folder):
-                problem, _, fix = str(error).partition("; run: ")
-                return problem, f"run: {fix}"
+                return _problem_and_fix(error)
     if not os.access(existing, os.W_OK | os.X_OK):
-        return f"{existing} is not writable: every process compiles anew", elsewhere
+        return f"{existing} is not writable: every process compiles anew", _ELSEWHERE
     return "", ""
 
 
 def _describe(folder: Path) -> str:
+    from moe_ep_jit import entries
+
     if not folder.exists():
         return "not made yet"
-    size = entries = 0
-    for path in folder.rglob("*"):
-        if path.is_file():
-            size += path.stat().st_size
-            entries += path.name == "key.json"
+    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    count = len(entries.in_cache(folder))
     mode, free = folder.stat().st_mode & 0o777, shutil.disk_usage(folder).free / 2**30
-    return f"{mode:o}, {entries} kernels, {size / 2**20:.1f} MiB, {free:.0f} GiB free"
+    return f"{mode:o}, {count} objects, {size / 2**20:.1f} MiB, {free:.0f} GiB free"
 
 
 def _cuda(version: tuple[int, int]) -> str:

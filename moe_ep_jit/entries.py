@@ -208,7 +208,7 @@ def store(own: Path, folder: Path, files: dict[str, bytes]) -> None:
                 os.fsync(file.fileno())
         _sync_folder(work)
         for part in (folder.parent.parent, folder.parent):
-            part.mkdir(mode=0o700, exist_ok=True)
+            _make_folder(own, part)
         try:
             work.rename(folder)
         except OSError as error:
@@ -220,8 +220,22 @@ def store(own: Path, folder: Path, files: dict[str, bytes]) -> None:
         shutil.rmtree(work, ignore_errors=True)
 
 
+def _make_folder(own: Path, folder: Path) -> None:
+    """An arch's or a name's folder; what else is in its place is set aside."""
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+    except FileExistsError:
+        # Locked, so that nobody moves the folder that another process has made meanwhile.
+        with lock(own, folder.name, str(folder)):
+            if not folder.is_dir():
+                logger.warning("%s: expected a folder, got something else; set aside", folder)
+                set_aside(own, folder)
+            folder.mkdir(mode=0o700, exist_ok=True)
+
+
 def set_aside(own: Path, folder: Path) -> None:
-    """Move a broken entry out of every reader's way; who has it open keeps its files."""
+    """Move a broken entry, or what is in its place, out of every reader's way; who has it open
+    keeps its files."""
     (own / BROKEN).mkdir(mode=0o700, exist_ok=True)
     folder.rename(own / BROKEN / f"{folder.name}-{os.getpid()}-{time.monotonic_ns()}")
 

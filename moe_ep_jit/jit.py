@@ -65,8 +65,7 @@ os.register_at_fork(after_in_child=_new_lock)
 
 def load(
     op: str,
-    problem_facts: dict[str, Any],
-    config_facts: dict[str, Any] | None = None,
+    facts: dict[str, Any],
     *,
     arch: str,
     build: str,
@@ -76,28 +75,24 @@ def load(
 ) -> Callable:
     """The compiled function of ``op`` for these facts; it takes ints, floats and a stream handle.
 
-    op             what is built, e.g. "moe"
-    problem_facts  JSON values that decide the object; ``config_facts`` are merged into them
-    arch           exact target, e.g. "sm_90a"
-    build          "module:function", imported on a miss only and called as ``function(facts)``,
-                   or ``function(facts, options)`` if it takes two: ``options`` is what
-                   ``cute.compile`` needs (TVM-FFI, arch, PTX and cubin kept in a temporary
-                   folder). Returns an object with ``export_to_c(path, function_name=...)`` and
-                   ``artifacts.PTX/CUBIN``; its ``moe_launch`` dict, if any, is added to
-                   launch.json (``dynamic_shared_bytes`` is what `cache list` shows).
-    name           readable folder name, e.g. "nvfp4-h7168-i2048-e32-n64"
-    compile        False: a missing object is a ``RuntimeError`` that names it, as in ``freeze()``
-    announce       the process's first compile is a warning, since it takes seconds where a call
-                   takes microseconds; False: the caller shows what is compiled by itself
+    op        what is built, e.g. "moe"
+    facts     JSON values that decide the object
+    arch      exact target, e.g. "sm_90a"
+    build     "module:function", imported on a miss only and called as ``function(facts)``, or
+              ``function(facts, options)`` if it takes two: ``options`` is what ``cute.compile``
+              needs (TVM-FFI, arch, PTX and cubin kept in a temporary folder). Returns an object
+              with ``export_to_c(path, function_name=...)`` and ``artifacts.PTX/CUBIN``; its
+              ``moe_launch`` dict, if any, is added to launch.json (``dynamic_shared_bytes`` is
+              what `cache list` shows).
+    name      readable folder name, e.g. "nvfp4-h7168-i2048-e32-n64"
+    compile   False: a missing object is a ``RuntimeError`` that names it, as in ``freeze()``
+    announce  the process's first compile is a warning, since it takes seconds where a call takes
+              microseconds; False: the caller shows what is compiled by itself
 
     ``TypeError`` for facts that JSON cannot say, ``ValueError`` for an unknown arch or a bad name,
     ``RuntimeError`` for a cache folder that others can write, a lock held too long, a missing
     library; whatever ``build`` raises passes through and leaves no entry behind.
     """
-    config_facts = config_facts or {}
-    twice = sorted(problem_facts.keys() & config_facts.keys())
-    check(not twice, f"facts: {twice} are in both problem_facts and config_facts; rename one")
-    facts = {**problem_facts, **config_facts}
     memory_key = (op, arch, build, canonical(facts))
     function = _memory.get(memory_key)
     if function is not None:

@@ -1,7 +1,7 @@
 """Compiled objects bound to memory: the argument list of the one host function that runs a layer.
 
 A ``Binding`` is one set of weights in one workspace; a ``Launch`` is one rung of it, with every
-argument in place but those of the call. ``warmup`` makes them all, so that a call finds them.
+argument in place but those of the call. ``warmup`` loads or compiles all that calls can need.
 """
 
 from __future__ import annotations
@@ -11,19 +11,17 @@ import math
 import time
 import weakref
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from moe_ep_jit import jit, layout, variants
 from moe_ep_jit.formats import BlockScaled
 from moe_ep_jit.problem import Problem, check
+from moe_ep_jit.weights import PreparedWeights, check_prepared
+from moe_ep_jit.workspace import Workspace, check_workspace
 
-if TYPE_CHECKING:
-    from moe_ep_jit.weights import PreparedWeights
-    from moe_ep_jit.workspace import Workspace
-
-_log = logging.getLogger("moe_ep_jit")
+logger = logging.getLogger("moe_ep_jit")
 
 #: Position of each launch argument.
 SLOT = {name: index for index, name in enumerate(layout.LAUNCH_ARGS)}
@@ -148,11 +146,17 @@ def warmup(
 ) -> None:
     """Compile or load all that calls on ``ws`` can need; afterwards they never compile.
 
-    weights  None: every kind that the workspace's problems can come to; else these alone
+    weights  None: every kind that the workspace's problems can come to, where format="auto" counts
+             as "mxfp8"; else these alone
     x_kinds  what x will be: "bf16", and "mxfp8" or "nvfp4" for ``BlockScaled``
-    configs  None: every rung of the ladder
-    Runs nothing on the GPU; does nothing where the reference serves. RuntimeError when closed.
+    configs  None: every rung of the ladder (``variants.ladder``)
+    Runs nothing on the GPU; compiles nothing where the reference serves.
+    ValueError, TypeError: a mistake of the caller. RuntimeError: a closed workspace, a cache folder
+    that others can write, a library that is missing, kernels to load while a graph is captured.
     """
+    check_workspace(ws)
+    if weights is not None:
+        check_prepared(weights)
     ws.begin()
     x_kinds = tuple(x_kinds)
     for kind in x_kinds:
@@ -186,7 +190,7 @@ def warmup(
     if weights is not None:
         for _, _, x_kind, config in rungs:
             bind(ws, weights).rung(ws, weights, x_kind, config)
-    _log.info("warm-up: %d kernels ready in %.2f s", len(rungs), time.perf_counter() - start)
+    logger.info("warm-up: %d objects ready in %.2f s", len(rungs), time.perf_counter() - start)
 
 
 def accepts(act: str, x_kind: str) -> bool:
@@ -200,12 +204,13 @@ def _load_all(ws: Workspace, rungs: list[tuple[Problem, str, str, Any]]) -> None
     for rung in rungs:
         if rung in ws.functions:
             continue
+        _check_not_capturing()
         try:
             ws.functions[rung] = jit.load("moe", **_what(ws, *rung), compile=False)
         except RuntimeError:
             missing.append(rung)
     if missing:
-        _log.info("warm-up: %d of %d kernels are not cached", len(missing), len(rungs))
+        logger.info("warm-up: %d of %d objects are not cached", len(missing), len(rungs))
         # The first compiles here: what is wrong (a frozen cache, no compiler) shows before any
         # process is started for the others.
         _function(ws, *missing[0])
@@ -219,18 +224,15 @@ def _precompile(objects: list[dict[str, Any]]) -> None:
     """Compile objects (arguments of ``jit.load``) into the disk cache, on several processes."""
     from moe_ep_jit.tools import precompile  # on a cache miss only
 
-    jobs = [
-        precompile.Job("moe", what["problem_facts"], what["arch"], what["build"], what["name"])
-        for what in objects
-    ]
+    jobs = [precompile.Job("moe", **what) for what in objects]
     try:
         result = precompile.run(jobs)
     except RuntimeError as error:
-        _log.info("warm-up: compiling in this process, one by one: %s", error)
+        logger.info("warm-up: compiling in this process, one by one: %s", error)
         return
     # What failed there fails again in this process, with its own error.
-    _log.info(
-        "warm-up: compiled %d kernels with %d processes in %.1f s",
+    logger.info(
+        "warm-up: compiled %d objects with %d processes in %.1f s",
         result["compiled"],
         result["workers"],
         result["seconds"],
@@ -242,7 +244,7 @@ def _what(ws: Workspace, problem: Problem, kind: str, x_kind: str, config: Any) 
     module = variants.kernels_module(ws.arch, "facts")
     facts = module.facts(problem, kind, x_kind, config)
     return {
-        "problem_facts": facts,
+        "facts": facts,
         "arch": ws.arch,
         "build": module.BUILD,
         "name": module.name(facts),
@@ -254,14 +256,18 @@ def _function(ws: Workspace, problem: Problem, kind: str, x_kind: str, config: A
     key = (problem, kind, x_kind, config)
     function = ws.functions.get(key)
     if function is None:
-        if torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                "moe_forward: this call's kernels are not loaded and a CUDA graph is being "
-                "captured; call moe_ep_jit.warmup(ws, weights) before the capture (with x_kinds= "
-                "for BlockScaled x, configs= for rungs off the ladder)"
-            )
+        _check_not_capturing()
         function = ws.functions[key] = jit.load("moe", **_what(ws, *key))
     return function
+
+
+def _check_not_capturing() -> None:
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "moe_forward: kernels are not loaded and a CUDA graph is being captured; call "
+            "moe_ep_jit.warmup(ws, weights) before the capture (with x_kinds= for BlockScaled x, "
+            "configs= for rungs off the ladder)"
+        )
 
 
 def _bound_args(ws: Workspace, problem: Problem, weights: PreparedWeights) -> list[Any]:

@@ -11,8 +11,8 @@ from moe_ep_jit.api import moe_forward
 from moe_ep_jit.formats import BlockScaled
 from moe_ep_jit.launch import warmup
 from moe_ep_jit.problem import Problem, check
-from moe_ep_jit.weights import PreparedWeights, prepare_weights
-from moe_ep_jit.workspace import Workspace
+from moe_ep_jit.weights import PreparedWeights, check_prepared, prepare_weights
+from moe_ep_jit.workspace import Workspace, check_workspace
 
 
 class MoELayer(nn.Module):
@@ -50,7 +50,11 @@ class MoELayer(nn.Module):
     def from_prepared(
         cls, weights: PreparedWeights, *, workspace: Workspace | None = None
     ) -> MoELayer:
-        """A layer around weights that are prepared (or loaded) already."""
+        """A layer around weights that are prepared (or loaded) already.
+
+        TypeError for something else; ValueError for a workspace that does not serve them.
+        """
+        check_prepared(weights)
         layer = cls.__new__(cls)
         nn.Module.__init__(layer)
         layer._adopt(weights, workspace)
@@ -64,6 +68,7 @@ class MoELayer(nn.Module):
             workspace = Workspace(
                 weights.problem, device=weights.device, backend=backend, operand=weights.operand
             )
+        check_workspace(workspace, "workspace")
         workspace.check_weights(weights)
         self.workspace = workspace
 

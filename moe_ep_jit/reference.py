@@ -153,7 +153,7 @@ def combine(
         out = getattr(ws, "output", None)
     if out is None:
         out = torch.zeros(tokens, problem.hidden, dtype=torch.bfloat16, device=y.device)
-    y = y.view(live, problem.top_k, problem.hidden)
+    y = y.view(-1, problem.top_k, problem.hidden)[:live]
     ids, scales = topk_ids[:live], topk_weights[:live].float()
     valid = (ids >= 0) & (ids < problem.num_experts)
     total = torch.zeros(live, problem.hidden, dtype=torch.float32, device=y.device)

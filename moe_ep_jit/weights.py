@@ -59,8 +59,9 @@ class PreparedWeights:
     arch     exact arch of the kernels, None for "plain"
     kind     "mxfp8_row", "mxfp8_group128", "mxfp8_exact" or "nvfp4"; None for "plain"
     variant  what the dispatcher chose: name and reason
-    report   JSON-able: kind, reason, measured fold losses, requantized sources
     tensors  by name; their addresses stay for the object's life, ``update_weights`` included
+    report   JSON-able: kind, reason, fold (measured losses), warnings (requantized sources)
+    rank     whose experts they are
     """
 
     problem: Problem
@@ -84,6 +85,7 @@ class PreparedWeights:
 
     @property
     def device(self) -> torch.device:
+        """Where all tensors are."""
         return self.tensors["w13"].device
 
     @property
@@ -166,6 +168,7 @@ def prepare_weights(
     """Bring one rank's experts into the form that the arch's kernels read; once per layer.
 
     Eleven parameters, because a checkpoint differs in that many ways; all but three have defaults.
+    Of the shapes, E/R is the rank's experts, H hidden, I intermediate.
 
     w13              [E/R, 2I, H] bf16, fp16 or fp32, or BlockScaled of either format
     w2               [E/R, H, I], the same
@@ -226,7 +229,7 @@ def update_weights(
     is checked before the first byte changes. ValueError as there, and where the new weights'
     exponents spread too far for the present fold kind.
     """
-    _check_prepared(prepared)
+    check_prepared(prepared, "prepared")
     problem, kind = prepared.problem, prepared.kind
     check_matrices(w13, w2, problem)
     check(
@@ -263,7 +266,7 @@ def save_prepared(prepared: PreparedWeights, path: str | os.PathLike) -> None:
 
     RuntimeError where the file cannot be written.
     """
-    _check_prepared(prepared)
+    check_prepared(prepared, "prepared")
     path = Path(path)
     elsewhere = "save_prepared: expected the path of a file in a folder that exists"
     if path.is_dir():
@@ -306,7 +309,7 @@ def load_prepared(
     problem  None: the file's; else it must describe the same weights, and its max_tokens, top_k and
              activation constants are taken
     ValueError for a file that is truncated, damaged, foreign, of another version, or does not fit.
-    RuntimeError for a CUDA device where there is none.
+    FileNotFoundError for none; RuntimeError for a CUDA device where there is none.
     """
     device = variants.usable_device(device)
     if problem is not None:
@@ -531,11 +534,12 @@ def _digests(state: dict[str, Any]) -> dict[str, str]:
     return found
 
 
-def _check_prepared(prepared: PreparedWeights) -> None:
-    if not isinstance(prepared, PreparedWeights):
+def check_prepared(weights: object, name: str = "weights") -> None:
+    """``TypeError`` unless ``weights``, an argument called ``name``, is a ``PreparedWeights``."""
+    if not isinstance(weights, PreparedWeights):
         raise TypeError(
-            f"prepared: expected PreparedWeights, got {type(prepared).__name__}; see "
-            "prepare_weights and load_prepared"
+            f"{name}: expected PreparedWeights, got {type(weights).__name__}; pass what "
+            "prepare_weights or load_prepared returned"
         )
 
 

@@ -49,8 +49,8 @@ class Workspace:
 
     A workspace serves one stream at a time. A result that is a view of ``output`` dies with the
     next call of any layer that shares the workspace; its memory stays valid as long as the view.
-    ValueError for a caller's mistake; RuntimeError on a CUDA device that is missing or has no
-    kernels.
+    ValueError, TypeError for a caller's mistake; RuntimeError on a CUDA device that is missing or
+    has no kernels, and while a graph is captured.
     """
 
     def __init__(
@@ -68,6 +68,11 @@ class Workspace:
         _check_group(group)
         self.device = device = variants.usable_device(device)
         self.arch = variants.resolve_backend(device, backend)
+        if self.arch is not None and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "Workspace: a CUDA graph is being captured; build the workspace, and call "
+                "moe_ep_jit.warmup, before the capture"
+            )
         if debug is None:
             debug = os.environ.get("MOE_EP_JIT_DEBUG", "").strip().lower() not in _OFF
         self.debug = bool(debug)
@@ -170,6 +175,7 @@ class Workspace:
         """Named tensors over the workspace's own memory, as ``problem`` (None: the first) sees it.
 
         "output" always; on a GPU every region of ``layout.regions`` too (e4m3 values as uint8).
+        ValueError for a problem or an operand that needs more than the workspace holds.
         """
         problem = self.problems[0] if problem is None else problem
         named = {"output": self.output_of(problem)}
@@ -353,6 +359,15 @@ class Workspace:
                 torch.cuda.current_stream(self.device).synchronize()
             self._record.zero_()
         raise RuntimeError(_explain(code))
+
+
+def check_workspace(ws: object, name: str = "ws") -> None:
+    """``TypeError`` unless ``ws``, an argument called ``name``, is a ``Workspace``."""
+    if not isinstance(ws, Workspace):
+        raise TypeError(
+            f"{name}: expected Workspace, got {type(ws).__name__}; build "
+            "moe_ep_jit.Workspace(weights.problem)"
+        )
 
 
 def _error_record(pinned: bool) -> torch.Tensor:

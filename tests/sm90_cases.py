@@ -133,6 +133,26 @@ def make_inputs(tokens):
     return x, ids, torch.rand(tokens, TOP_K, device="cuda")
 
 
+def normal_weights(problem):
+    """Gaussian w13 and w2 in bf16 of unit gain, expert by expert."""
+    hidden, intermediate = problem.hidden, problem.intermediate
+    w13 = torch.empty(
+        problem.num_experts, 2 * intermediate, hidden, device="cuda", dtype=torch.bfloat16
+    )
+    w2 = torch.empty(problem.num_experts, hidden, intermediate, device="cuda", dtype=torch.bfloat16)
+    for e in range(problem.num_experts):
+        w13[e].normal_(std=hidden**-0.5)
+        w2[e].normal_(std=intermediate**-0.5)
+    return w13, w2
+
+
+def make_inputs_of(problem, tokens, ids=None):
+    x = torch.randn(tokens, problem.hidden, device="cuda", dtype=torch.bfloat16)
+    if ids is None:
+        ids = torch.randint(problem.num_experts, (tokens, problem.top_k), device="cuda")
+    return x, ids.int(), torch.rand(tokens, problem.top_k, device="cuda")
+
+
 def uneven_ids(tokens):
     """Expert 0 gets most rows, expert 1 none, some slots are skipped, some ids repeat."""
     ids = torch.randint(2, EXPERTS, (tokens, TOP_K), device="cuda", dtype=torch.int32)
@@ -142,7 +162,7 @@ def uneven_ids(tokens):
 
 
 def assert_close(got, want, fmt):
-    """DESIGN's bounds; the whole of a few rows is bounded as a row is."""
+    """README's bounds; the whole of a few rows is bounded as a row is."""
     errors = reference.error(got, want)
     bound = BOUNDS[fmt]
     assert errors.whole < (bound if len(got) >= 32 else 3 * bound), errors

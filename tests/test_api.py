@@ -360,8 +360,17 @@ def test_weights_and_workspace_of_the_wrong_type(ws, weights):
     inputs = make_inputs(2)
     with pytest.raises(TypeError, match="weights: expected PreparedWeights, got Tensor"):
         moe.moe_forward(*inputs, torch.zeros(2), ws)
-    with pytest.raises(TypeError, match="ws: expected Workspace, got NoneType"):
-        moe.moe_forward(*inputs, weights, None)
+    for call in (
+        lambda: moe.moe_forward(*inputs, weights, None),
+        lambda: moe.gate_up(None, weights),
+        lambda: moe.warmup(None),
+    ):
+        with pytest.raises(TypeError, match="ws: expected Workspace, got NoneType; build"):
+            call()
+    with pytest.raises(TypeError, match="weights: expected PreparedWeights, got int; pass what"):
+        moe.warmup(ws, 3)
+    with pytest.raises(TypeError, match="problem: expected Problem, got NoneType"):
+        moe.quantize(inputs[0], None)
 
 
 def test_max_recv_rows_bounds_a_call(weights):
@@ -392,6 +401,19 @@ def test_stages_out_of_order_are_refused(ws, weights):
         moe.combine(ids[:3], topk_weights[:3], ws, weights)
     y = moe.combine(ids, topk_weights, ws, weights)
     assert torch.equal(y, expected(x, ids, topk_weights, weights))
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["once", "again"])
+def test_combine_goes_by_the_live_count_of_dispatch(ws, weights, again):
+    x, ids, topk_weights = make_inputs(4)
+    live = torch.tensor([3], dtype=torch.int32)
+    out = torch.full((4, HIDDEN), 5.0, dtype=torch.bfloat16)
+    moe.dispatch(x, ids, ws, weights, num_tokens=live)
+    moe.gate_up(ws, weights)
+    moe.down(ws, weights)
+    moe.combine(ids, topk_weights, ws, weights, out=out, num_tokens=live if again else None)
+    assert torch.equal(out[:3], expected(x, ids, topk_weights, weights)[:3])
+    assert (out[3:] == 5).all()
 
 
 def test_reset_drops_an_unfinished_round(ws, weights):

@@ -16,7 +16,7 @@ import pytest
 from cache_tools import BUILD, FORK, NAME, compiles, load, replace, the_entry
 from cache_tools import cache_fixture as cache_fixture
 
-from moe_ep_jit import cache_admin, cache_key, doctor, entries, jit
+from moe_ep_jit import cache_admin, cache_key, cli, doctor, entries, jit
 from moe_ep_jit.tools import precompile
 
 
@@ -266,6 +266,30 @@ def test_unpack_takes_nothing_foreign(cache, tmp_path, monkeypatch):
     assert names() == []
 
 
+@pytest.mark.parametrize("part", ["sm_90a", NAME, "entry", "kernel.so"])
+def test_unpack_says_what_loading_will_refuse(cache, tmp_path, capsys, part):
+    load()
+    packed = str(tmp_path / "cache.tar")
+    cache_admin.pack(packed)
+    entry = the_entry(cache)
+    path = {"sm_90a": cache / part, NAME: entry.parent, "entry": entry}.get(part, entry / part)
+    path.chmod(0o777)
+    said = cache_admin.unpack(packed)
+    assert (len(said["untrusted"]), said["added"], said["present"]) == (1, [], [])
+    assert cli.main(["cache", "unpack", packed]) == 1
+    assert "loading refuses them; run: moe-ep-jit cache verify" in capsys.readouterr().out
+
+
+def test_unpack_replaces_a_link_to_nothing(cache, tmp_path):
+    load()
+    cache_admin.pack(tmp_path / "cache.tar")
+    entry = the_entry(cache)
+    shutil.rmtree(entry)
+    entry.symlink_to(cache / "nowhere")
+    assert len(cache_admin.unpack(tmp_path / "cache.tar")["added"]) == 1
+    assert cache_admin.verify()[0]["ok"]
+
+
 def rewrite(path: Path, change) -> None:
     """Pass every member's (info, content) through ``change``, which returns a list of such."""
     with tarfile.open(path) as archive:
@@ -376,7 +400,7 @@ def test_precompile_fills_the_cache(cache, capfd):
     assert [result["name"] for result in said["results"]] == ["toy-1", "toy-2", "toy-3"]
     assert compiles(cache) == 3
     assert "on first use" not in capfd.readouterr().err
-    again = precompile.run([("toy", {"bias": 1}, "sm_90a", BUILD, "toy-1")], num_workers=1)
+    again = precompile.run([job(1)], num_workers=1)
     assert (again["compiled"], again["cached"]) == (0, 1)
     with jit.freeze():
         assert load(2, name="toy-2")(0) == 2

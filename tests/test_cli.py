@@ -265,7 +265,7 @@ def test_demo_compiles_then_loads(cache):
     statuses = []
     for _ in range(2):
         done = subprocess.run(
-            [sys.executable, "-m", "moe_ep_jit.cli", "demo", "--json"],
+            [sys.executable, "-m", "moe_ep_jit", "demo", "--json"],
             capture_output=True,
             text=True,
             timeout=300,

@@ -111,11 +111,9 @@ def test_bad_arguments(cache, arguments, error, words):
     assert not cache.exists()
 
 
-def test_unknown_arch_and_doubled_facts(cache):
+def test_unknown_arch(cache):
     with pytest.raises(ValueError, match="sm_90a"):
         jit.load("toy", {}, arch="sm_12", build="fake_build:compile_op", name=NAME)
-    with pytest.raises(ValueError, match="bias"):
-        jit.load("toy", {"bias": 1}, {"bias": 2}, arch="sm_90a", build="x:y", name=NAME)
 
 
 def test_build_error_leaves_nothing(cache):
@@ -168,6 +166,25 @@ def test_something_else_in_an_entrys_place_is_set_aside(cache, caplog, how):
     assert "set aside and built again" in caplog.text
     assert entry.is_dir()
     assert compiles(cache) == 2
+    jit.forget()
+    assert load()(1) == 4
+    assert compiles(cache) == 2
+
+
+@pytest.mark.parametrize("how", ["file", "dangling-link"])
+@pytest.mark.parametrize("part", ["sm_90a", f"sm_90a/{NAME}"])
+def test_something_else_in_an_arch_or_names_place_is_set_aside(cache, caplog, part, how):
+    load()
+    place = cache / part
+    shutil.rmtree(place)
+    if how == "file":
+        place.write_text("no folder")
+    else:
+        place.symlink_to(cache / "nowhere")
+    jit.forget()
+    assert load()(1) == 4
+    assert f"{place}: expected a folder, got something else; set aside" in caplog.text
+    assert len(list((cache / ".broken").iterdir())) == 1
     jit.forget()
     assert load()(1) == 4
     assert compiles(cache) == 2

@@ -37,16 +37,16 @@ class Gpu:
         self.device = None  # what a guard has set
         self.synchronized = 0
 
-    def load(self, op, problem_facts, *, arch, build, name, compile=True):
+    def load(self, op, facts, *, arch, build, name, compile=True):
         assert (op, arch) == ("moe", "sm_90a")
         assert build == "moe_ep_jit.kernels.sm90.forward:compile_op"
         if not (compile or self.cached):
             raise RuntimeError("not in the cache")
-        self.loads.append(problem_facts)
+        self.loads.append(facts)
         names = list(layout.LAUNCH_ARGS)
 
         def function(*args):
-            self.calls.append((problem_facts, dict(zip(names, args, strict=True))))
+            self.calls.append((facts, dict(zip(names, args, strict=True))))
 
         return function
 
@@ -207,7 +207,8 @@ def test_stages_run_their_bit_of_one_object(gpu):
     moe.dispatch(x, ids, ws, weights, num_tokens=live)
     moe.gate_up(ws, weights)
     moe.down(ws, weights)
-    apart = moe.combine(ids, topk_weights, ws, weights, num_tokens=live)
+    assert ws.round.num_tokens is live  # its memory is read until combine has run
+    apart = moe.combine(ids, topk_weights, ws, weights)
     assert apart.data_ptr() == y.data_ptr()
     assert [args.pop("stages") for _, args in gpu.calls] == [1, 2, 4, 8]
     assert gpu.calls[3][1] == {k: v for k, v in whole.items() if k != "stages"}
@@ -271,6 +272,7 @@ def test_cold_call_under_capture_is_refused_before_anything_changes(gpu):
     for call in (
         lambda: moe.moe_forward(*inputs, weights, ws),
         lambda: moe.dispatch(*inputs[:2], ws, weights),
+        lambda: moe.warmup(ws, weights),
     ):
         with pytest.raises(RuntimeError, match=r"call moe_ep_jit\.warmup\(ws, weights\) before"):
             call()
@@ -283,6 +285,9 @@ def test_cold_call_under_capture_is_refused_before_anything_changes(gpu):
     gpu.capturing = True
     moe.moe_forward(*inputs, weights, ws)
     assert len(gpu.calls) == 1
+    moe.warmup(ws, weights)  # nothing is left to load
+    with pytest.raises(RuntimeError, match="build the workspace, .* before the capture"):
+        moe.Workspace(PROBLEM, device="cpu")
 
 
 def test_two_streams_are_explained_and_the_workspace_recovers(gpu):

@@ -107,6 +107,14 @@ def test_a_shared_workspace_must_know_the_layer():
         moe.MoELayer(PROBLEM, *checkpoint(), workspace=other)
 
 
+def test_what_is_no_weights_or_no_workspace_is_refused():
+    layer = moe.MoELayer(PROBLEM, *checkpoint())
+    with pytest.raises(TypeError, match="weights: expected PreparedWeights, got NoneType"):
+        moe.MoELayer.from_prepared(None)
+    with pytest.raises(TypeError, match="workspace: expected Workspace, got int"):
+        moe.MoELayer.from_prepared(layer.weights, workspace=3)
+
+
 def test_keywords_go_to_prepare_weights():
     w13, w2, biases = checkpoint(bias=True)
     problem = PROBLEM.with_(bias=True, format="nvfp4")

@@ -20,7 +20,9 @@ from sm90_cases import (
     assert_end_is_exact,
     bits,
     make_inputs,
+    make_inputs_of,
     make_layer,
+    normal_weights,
     want_from_intermediate,
 )
 
@@ -121,24 +123,12 @@ def _compiled(request):
     assert done["failed"] == 0, done
 
 
-def normal_weights(problem):
-    """Gaussian w13 and w2 in bf16 of unit gain, expert by expert."""
-    hidden, intermediate = problem.hidden, problem.intermediate
-    w13 = torch.empty(
-        problem.num_experts, 2 * intermediate, hidden, device="cuda", dtype=torch.bfloat16
-    )
-    w2 = torch.empty(problem.num_experts, hidden, intermediate, device="cuda", dtype=torch.bfloat16)
-    for e in range(problem.num_experts):
-        w13[e].normal_(std=hidden**-0.5)
-        w2[e].normal_(std=intermediate**-0.5)
-    return w13, w2
-
-
-def make_inputs_of(problem, tokens, ids=None):
-    x = torch.randn(tokens, problem.hidden, device="cuda", dtype=torch.bfloat16)
-    if ids is None:
-        ids = torch.randint(problem.num_experts, (tokens, problem.top_k), device="cuda")
-    return x, ids.int(), torch.rand(tokens, problem.top_k, device="cuda")
+def make_layer_of(problem):
+    """Gaussian weights as the kernels read them and as the reference does, and a workspace."""
+    w13, w2 = normal_weights(problem)
+    weights = moe.prepare_weights(w13, w2, problem)
+    plain = moe.prepare_weights(w13, w2, problem, backend="reference")
+    return weights, plain, moe.Workspace(weights.problem, debug=False)
 
 
 def poison(ws, weights):
@@ -410,10 +400,7 @@ def zipf_ids(tokens, shape):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_sizes(shape, fmt):
     problem = shape.problem(fmt)
-    w13, w2 = normal_weights(problem)
-    weights = moe.prepare_weights(w13, w2, problem)
-    plain = moe.prepare_weights(w13, w2, problem, backend="reference")
-    ws = moe.Workspace(weights.problem, debug=False)
+    weights, plain, ws = make_layer_of(problem)
     routings = {
         "uniform": None,
         "zipf": zipf_ids(shape.max_tokens, shape),
@@ -440,10 +427,7 @@ def test_sizes(shape, fmt):
 def test_skewed_routing_of_many_tokens(fmt, skew):
     shape = MANY_TOKENS
     problem = shape.problem(fmt)
-    w13, w2 = normal_weights(problem)
-    weights = moe.prepare_weights(w13, w2, problem)
-    plain = moe.prepare_weights(w13, w2, problem, backend="reference")
-    ws = moe.Workspace(weights.problem, debug=False)
+    weights, plain, ws = make_layer_of(problem)
     ids = zipf_ids(shape.max_tokens, shape)
     if skew == "one expert":
         ids[:] = shape.experts - 1
@@ -466,10 +450,7 @@ def test_skewed_routing_of_many_tokens(fmt, skew):
 def test_offsets_of_300_000_tokens(fmt, shape):
     """x and the output pass 2^31 elements; with two rows a token, rows and slots pass 2^32."""
     problem = shape.problem(fmt)
-    w13, w2 = normal_weights(problem)
-    weights = moe.prepare_weights(w13, w2, problem)
-    plain = moe.prepare_weights(w13, w2, problem, backend="reference")
-    ws = moe.Workspace(weights.problem, debug=False)
+    weights, plain, ws = make_layer_of(problem)
     tokens = shape.max_tokens
     x, ids, topk_weights = make_inputs_of(problem, tokens)
     limit = 2**31 // shape.hidden  # 299,593: the first row that reaches element 2^31

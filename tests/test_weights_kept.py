@@ -61,7 +61,7 @@ def test_update_gives_what_preparing_gives_at_the_same_addresses(
 
 def test_what_is_no_prepared_weights_is_refused(tmp_path: Path) -> None:
     w13, w2 = sources(make_problem())
-    message = "prepared: expected PreparedWeights, got {}; see prepare_weights"
+    message = "prepared: expected PreparedWeights, got {}; pass what prepare_weights"
     with pytest.raises(TypeError, match=message.format("NoneType")):
         update_weights(None, w13, w2)
     with pytest.raises(TypeError, match=message.format("dict")):

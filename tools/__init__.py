@@ -1,1 +1,1 @@
-"""Command-line work beside the library: filling the cache ahead of time, and timing."""
+"""Command-line work beside the library: demo, filling the cache, timing, sanitizer."""

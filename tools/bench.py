@@ -45,12 +45,13 @@ _REFERENCE_TOKENS = 256
 
 @dataclass(frozen=True)
 class Floors:
-    """What the machine cannot beat, in ms, and the bytes behind it.
+    """What the machine cannot beat, and what it follows from.
 
-    gemm          the active experts' weights at the read rate, or the multiply-adds at the tensor
+    gemm_ms       the active experts' weights at the read rate, or the multiply-adds at the tensor
                   cores' rate, whichever is longer
-    layer         dispatch and combine traffic at the copy rate on top
+    layer_ms      dispatch and combine traffic at the copy rate on top
     weight_bytes  of the active experts
+    flops         of both GEMMs, a multiply-add counting two
     """
 
     gemm_ms: float
@@ -66,7 +67,8 @@ def floors(
 
     kind     of the prepared weights: a key of ``WEIGHT_BITS``
     operand  "e4m3" or "bf16": what the MMA's token side is
-    rows     (token, k) pairs that reach an expert;  active  experts with at least one
+    rows     (token, k) pairs that reach an expert
+    active   experts with at least one
     """
     size = problem.hidden * problem.intermediate
     weight_bytes = active * 3 * size * WEIGHT_BITS[kind] / 8
@@ -238,7 +240,12 @@ def _capture(call: Callable[[int], Any], i: int) -> torch.cuda.CUDAGraph:
 class Request:
     """What to time.
 
-    tokens  () for each preset's own counts;  iterations  calls behind a median, at least 30
+    presets     layers, in the order of their rows
+    formats     of the weights: "mxfp8", "nvfp4"
+    act         the experts' activations; "auto": the format's own
+    tokens      () for each preset's own counts
+    iterations  calls behind a median, at least 30
+    seed        of the random data
     """
 
     presets: Sequence[Preset]

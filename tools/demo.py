@@ -7,6 +7,8 @@ same, and the reference runs on the weights as packed for them.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -68,7 +70,9 @@ def run(console: Console, seed: int, as_json: bool) -> int:
     return 0 if good else 1
 
 
-def _show(fmt: str, device: torch.device, arch: str | None, seed: int, note: Any) -> dict[str, Any]:
+def _show(
+    fmt: str, device: torch.device, arch: str | None, seed: int, note: Callable[[str], None]
+) -> dict[str, Any]:
     """Everything about one format, as the JSON has it."""
     target = arch or next(iter(ARCHES))
     problem = Problem(**_SIZES[device.type], max_tokens=_TOKENS, format=fmt)
@@ -132,7 +136,9 @@ def _data(problem: Problem, device: torch.device, seed: int) -> tuple[torch.Tens
     return x, ids, scores / scores.sum(dim=1, keepdim=True), w13, w2
 
 
-def _kernels(problem: Problem, arch: str, kind: str, note: Any) -> list[dict[str, Any]]:
+def _kernels(
+    problem: Problem, arch: str, kind: str, note: Callable[[str], None]
+) -> list[dict[str, Any]]:
     """Compile or load the objects for one token and for this call; each is a whole layer."""
     rungs = dict.fromkeys(variants.choose_rung(problem, arch, tokens) for tokens in (1, _TOKENS))
     found = []
@@ -142,7 +148,7 @@ def _kernels(problem: Problem, arch: str, kind: str, note: Any) -> list[dict[str
         note(f"{job.name}: compiling or loading")
         before = jit.stats()["compiles"]
         start = time.perf_counter()
-        jit.load(job.op, job.facts, arch=job.arch, build=job.build, name=job.name)
+        jit.load(**asdict(job))
         found.append(
             {
                 "name": job.name,

@@ -29,7 +29,7 @@ _COMPILE_BYTES = 1 << 29
 
 @dataclass(frozen=True)
 class Job:
-    """One object to compile: the arguments of ``jit.load``."""
+    """One object to compile: the arguments of ``jit.load`` by name."""
 
     op: str
     facts: dict[str, Any]
@@ -39,13 +39,12 @@ class Job:
 
 
 def run(
-    jobs: Iterable[Job | tuple[str, dict[str, Any], str, str, str]],
+    jobs: Iterable[Job],
     num_workers: int | None = None,
     progress: Callable[[int, int, dict[str, Any]], None] | None = None,
 ) -> dict[str, Any]:
     """Compile what is not in the cache yet; equal jobs count once.
 
-    jobs         ``Job``s, or tuples in the order of its fields
     num_workers  processes; default: what the CPUs and the free memory allow
     progress     called as ``progress(done, total, result)`` after each job, one call at a time
     -> ``compiled``, ``cached``, ``failed`` (counts), ``seconds``, ``workers``, ``results``: for
@@ -98,10 +97,9 @@ def _free_bytes() -> int | None:
     return min(found, default=None)
 
 
-def _distinct(jobs: Iterable[Job | tuple]) -> list[Job]:
+def _distinct(jobs: Iterable[Job]) -> list[Job]:
     found: dict[str, Job] = {}
     for job in jobs:
-        job = job if isinstance(job, Job) else Job(*job)
         found.setdefault(json.dumps(asdict(job), sort_keys=True), job)
     return list(found.values())
 
@@ -218,13 +216,11 @@ def serve_stdin() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever a compiler prints must not get between the answers
     for line in sys.stdin:
-        job = Job(**json.loads(line))
+        job = json.loads(line)
         before = jit.stats()["compiles"]
         error = ""
         try:
-            jit.load(
-                job.op, job.facts, arch=job.arch, build=job.build, name=job.name, announce=False
-            )
+            jit.load(**job, announce=False)
         except Exception as failure:
             error = f"{type(failure).__name__}: {failure}"
         status = "compiled" if jit.stats()["compiles"] > before else "cached"

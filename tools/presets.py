@@ -75,7 +75,8 @@ def jobs(
 ) -> list[Job]:
     """What ``precompile.run`` has to build so that calls of this layer never compile.
 
-    configs  None: every rung of the ladder;  x_kind  what a call's x is: "bf16", "mxfp8", "nvfp4"
+    configs  None: every rung of the ladder
+    x_kind   what a call's x is: "bf16", or ``BlockScaled`` "mxfp8" or "nvfp4"
     """
     problem = variants.choose_variant(problem, arch).problem
     operand = variants.operand_of(problem)
