@@ -94,21 +94,23 @@ def regions(problem: Problem, operand: str) -> dict[str, Region]:
     token = "u8" if operand == "e4m3" else "bf16"
     shapes = {
         "control": ((CONTROL_WORDS,), "i32"),
+        # rows of each expert in a chunk; in the end, in the chunks before it
         "chunk_counts": ((ceil_div(slots, ROUTE_CHUNK), problem.num_experts), "i32"),
         # place among its chunk's slots of the same expert; -1: skipped
         "slot_rank": ((slots,), "i32"),
         # first n-tile, n-tiles, first row, rows
         "expert_info": ((problem.num_local_experts, 4), "i32"),
+        # number of n-tiles, then the expert of each
         "tiles": ((1 + ceil_div(rows, MIN_TILE_N) + problem.num_local_experts,), "i32"),
-        "row_slot": ((rows,), "i32"),
+        "row_slot": ((rows,), "i32"),  # token * top_k + k
         "recv_x": ((rows, problem.hidden), token),
-        "recv_sf": ((rows,), "f32"),
+        "recv_sf": ((rows,), "f32"),  # scale of a row of recv_x, after folding of h
         "h": ((rows, problem.intermediate), token),
         "h_sf": (
             (problem.intermediate // SF_BLOCK, sf_pitch(rows, problem.num_local_experts)),
             "f32",
         ),
-        "y": ((slots, problem.hidden), "bf16"),
+        "y": ((slots, problem.hidden), "bf16"),  # by slot: what combine sums
     }
     if operand != "e4m3":
         del shapes["h_sf"]  # a 16-bit operand carries its scales in its values

@@ -13,6 +13,7 @@ import re
 import pytest
 
 from moe_ep_jit import cache_key, entries, jit, layout, variants
+from moe_ep_jit.kernels.sm90.packing import OPERANDS
 from moe_ep_jit.problem import Problem
 from moe_ep_jit.tools import precompile, presets
 
@@ -53,7 +54,7 @@ def small_job(kind, act, config, x_kind="bf16"):
 
 
 def rungs(kind):
-    return variants.ladder(ARCH, FACTS.operand_of_kind(kind))
+    return variants.ladder(ARCH, OPERANDS[kind])
 
 
 SMALL = [

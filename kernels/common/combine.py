@@ -74,6 +74,7 @@ class Combine:
 
     @cute.jit
     def weight(self, args, token, k):
+        """A top-k weight, of whichever type the call's are, as Float32."""
         at = args.topk_weights
         index = Int64(token) * args.topk_weights_stride + k
         weight = Float32(0.0)
@@ -89,6 +90,7 @@ class Combine:
 
     @cute.jit
     def sum(self, args, token, column, weights, ranks):
+        """8 elements of a token's output."""
         total = cute.make_rmem_tensor(8, Float32)
         total.fill(0.0)
         words = cute.make_rmem_tensor((4, self.rows_in_flight), Int32)
@@ -116,10 +118,13 @@ class Combine:
 
     @cute.jit
     def leave(self, route, thread, grid):
-        """The CTA that finishes last marks the workspace free for the next call."""
+        """The CTA that finishes last marks the workspace free for the next call.
+
+        No fences: who reads these words, the next call's route, waits for this whole grid first.
+        """
         cute.arch.sync_threads()
         if thread == 0:
-            ticket = route.control + layout.CONTROL_COMBINE_TICKET * 4
-            if cute.arch.atomic_add(ptx.ptr(Int32, ticket), Int32(1)) == grid - 1:
-                ptx.store(Int32, ticket, Int32(0))
+            tickets = route.control + layout.CONTROL_COMBINE_TICKET * 4
+            if cute.arch.atomic_add(ptx.ptr(Int32, tickets), Int32(1)) == grid - 1:
+                ptx.store(Int32, tickets, Int32(0))
                 ptx.store(Int32, route.control + layout.CONTROL_IN_FLIGHT * 4, Int32(0))

@@ -12,7 +12,7 @@ SMEM = cute.AddressSpace.smem
 
 #: L2 cache policies of createpolicy.fractional with fraction 1, as constants.
 EVICT_FIRST = 0x12F0000000000000
-EVICT_LAST = 0x14F0000000000000
+EVICT_NORMAL = 0x1000000000000000
 
 
 @dsl_user_op

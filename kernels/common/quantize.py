@@ -64,6 +64,7 @@ def nvfp4_row(amax_bits):
 
 
 def nvfp4_row_inverse(g):
+    """1 / g, 0 for a row that quantizes to zeros."""
     return select_(g < MIN_GLOBAL_SCALE, Float32(0.0), ptx.div(Float32(1.0), g))
 
 

@@ -130,6 +130,7 @@ def column_scales(gemm, column, buffers):
 
 
 def scaled(value, row_scale, column_scale, bias):
+    """An accumulator in real units."""
     return value * (row_scale if column_scale is None else row_scale * column_scale) + bias
 
 
@@ -214,6 +215,7 @@ def requantize(gemm, feature, local, column, tile, strip, warp, row_in_8, buffer
 
 @cute.jit
 def store_block_scale(scale, column, tile, strip, warp, row_in_8, args):
+    """The scale of a row's 32 features, by one of the threads that know it."""
     if warp == 0 and row_in_8 == 0 and column < tile.rows:
         at = Int64(strip) * args.sf_stride + tile.first_sf_row + column
         ptx.store(Float32, args.block_sf + at * 4, scale)

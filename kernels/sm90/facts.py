@@ -11,13 +11,6 @@ from moe_ep_jit.problem import Problem
 BUILD = "moe_ep_jit.kernels.sm90.forward:compile_op"
 
 
-def operand_of_kind(kind: str) -> str:
-    """The MMA's token operand for prepared weights of a kind: FP8 wgmma ("e4m3") or 16-bit wgmma
-    ("bf16").
-    """
-    return "e4m3" if kind in ("mxfp8_row", "mxfp8_group128") else "bf16"
-
-
 def facts(problem: Problem, kind: str, x_kind: str, config: Config) -> dict[str, Any]:
     """Everything that selects the code of one object; JSON-able.
 

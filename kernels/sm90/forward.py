@@ -14,8 +14,8 @@ from moe_ep_jit.kernels.common.dispatch import Dispatch, TokenArgs
 from moe_ep_jit.kernels.common.fold import Fold, FoldArgs
 from moe_ep_jit.kernels.common.route import Route, RouteArgs
 from moe_ep_jit.kernels.sm90.config import Config
-from moe_ep_jit.kernels.sm90.facts import operand_of_kind
 from moe_ep_jit.kernels.sm90.grouped_gemm import GemmArgs, GroupedGemm
+from moe_ep_jit.kernels.sm90.packing import OPERANDS
 
 
 class Forward:
@@ -27,20 +27,18 @@ class Forward:
         self, *, hidden: int, intermediate: int, num_experts: int, top_k: int, kind: str, act: str,
         x_kind: str, config: Config
     ):  # fmt: skip
-        operand = operand_of_kind(kind)
-        self.fold_intermediate = config.fold_intermediate
+        self.num_experts, self.fold_intermediate = num_experts, config.fold_intermediate
         self.route = Route(num_experts=num_experts, top_k=top_k, tile_n=config.tile_n)
         self.dispatch = Dispatch(
             hidden=hidden,
             num_experts=num_experts,
             top_k=top_k,
-            operand=operand,
+            operand=OPERANDS[kind],
             act=act,
             x_kind=x_kind,
         )
         common = {"kind": kind, "act": act, "config": config}
         self.gate_up = GroupedGemm(gate_up=True, k=hidden, m=2 * intermediate, **common)
-        self.num_experts = num_experts
         self.fold = Fold(intermediate=intermediate, tile_n=config.tile_n)
         self.down = GroupedGemm(gate_up=False, k=intermediate, m=hidden, **common)
         self.combine = Combine(hidden=hidden, top_k=top_k)

@@ -15,7 +15,7 @@ from moe_ep_jit.layout import ceil_div, round_up
 
 SMEM_BYTES = 232_448  # of one CTA; more fails only at launch
 MAX_STAGES = 8
-EVICT_NORMAL = 0x1000000000000000
+RESERVED_BYTES = 4096  # tile ring, barriers, alignment of the buffers: a few hundred are used
 
 
 class GemmArgs(NamedTuple):
@@ -66,7 +66,8 @@ class Shared(NamedTuple):
 class GroupedGemm:
     """One persistent CTA an SM; a tile is tile_m weight rows x tile_n rows of an expert x all of K.
 
-    Roles: warp 0: load; warpgroups 1..W: mma and epilogue, 64 weight rows each.
+    Roles: warp 0: load (warps 1-3 idle: setmaxregister takes whole warpgroups); warpgroups 1..W:
+    mma and epilogue, 64 weight rows each.
 
     full   load -> mma   1 arrive + the bytes of weights and scales (bulk copies) and tokens (TMA)
     empty  mma -> load   one arrive a math warp, once its wgmmas on the stage have retired
@@ -74,9 +75,9 @@ class GroupedGemm:
 
     load: for each stage of each tile: wait empty, expect bytes, copy. Runs on into the next tile.
     mma:  e4m3: four wgmmas of k32 into a temporary, drain, add to the accumulators (FP8 wgmma keeps
-          about 13 bits of a sum, so every 128 of K moves to fp32); the warpgroups fall out of step
-          by themselves and fill each other's gaps. bf16: decode 64 of K into one of two A buffers
-          while the wgmmas on the other run.
+          about 13 bits of a sum, so every 128 of K moves to fp32); where each 32 of K has a scale,
+          a temporary each. The warpgroups fall out of step by themselves and fill each other's
+          gaps. bf16: decode 64 of K into one of two A buffers while the wgmmas on the other run.
     epilogue: in the math warpgroups, from values that were fetched before the main loop.
 
     The n-tiles of an expert are neighbours in the schedule: their CTAs share weights through L2.
@@ -117,11 +118,14 @@ class GroupedGemm:
         self.sf_bytes = 4 * self.tile_n * 4 if self.loop_sf else 0
         self.stage_bytes = self.weight_bytes + self.token_bytes + self.sf_bytes
         epilogue_bytes = self.num_wgs * (self.chunk_n * (128 + 16) + self.tile_n * 8)
-        self.num_stages = min(MAX_STAGES, (SMEM_BYTES - epilogue_bytes - 4096) // self.stage_bytes)
+        self.num_stages = min(
+            MAX_STAGES, (SMEM_BYTES - epilogue_bytes - RESERVED_BYTES) // self.stage_bytes
+        )
         assert self.num_stages >= 2, f"{self.stage_bytes} bytes a stage leave no room for two"
         # load runs at most num_stages tiles ahead of the slowest warpgroup, which has read its own.
         self.ring_slots = self.num_stages + 2
-        self.smem_bytes = self.num_stages * self.stage_bytes + epilogue_bytes
+        ring_and_barriers = self.ring_slots * 32 + self.num_stages * 16 + 16
+        self.smem_bytes = self.num_stages * self.stage_bytes + epilogue_bytes + ring_and_barriers
 
     @cute.jit
     def __call__(self, x: Int64, rows: Int32, args: GemmArgs, num_sms: Int32, stream):
@@ -225,8 +229,9 @@ class GroupedGemm:
         index, _, _ = cute.arch.block_idx()
         step, _, _ = cute.arch.grid_dim()
         num_tiles = ptx.load_shared(Int32, shared.num_tiles) * self.m_tiles
-        # Weights of a lone n-tile are read once; of several, again from L2.
-        policy = Int64(ptx.EVICT_FIRST if self.tile_n <= 64 else EVICT_NORMAL)
+        # Narrow rungs expect one n-tile an expert, whose weights are read once; wide ones several,
+        # which read them again from L2.
+        policy = Int64(ptx.EVICT_FIRST if self.tile_n <= 64 else ptx.EVICT_NORMAL)
         strip_bytes = self.blob_bytes * self.blocks_per_stage
         while index < num_tiles:
             tile = self.tile_at(index, args)
@@ -303,6 +308,7 @@ class GroupedGemm:
 
     @cute.jit
     def advance(self, stage, phase):
+        """The stage after this one, and the parity that its barriers are waited for with."""
         stage += 1
         if stage == self.num_stages:
             stage = Int32(0)

@@ -30,6 +30,7 @@ class NvFp4:
 
     @staticmethod
     def load_scales(blob, thread, out):
+        """Scales of the thread's two rows for 128 of K."""
         warp_row = (thread // 32) * 8 + (thread % 32) // 4
         src = ptx.vector(Int32, blob + 4096 + warp_row * 16, 4, ptx.SMEM)
         cute.autovec_copy(src, out)
