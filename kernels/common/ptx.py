@@ -69,6 +69,15 @@ def store_shared(dtype, address, value):
 
 
 @dsl_user_op
+def store_shared_cluster(address, rank, value, *, loc=None, ip=None):
+    """Write an Int32 to a shared address (Int32) of the cluster's CTA ``rank``."""
+    code = (
+        "{.reg .b32 a; mapa.shared::cluster.u32 a, $0, $1; st.shared::cluster.s32 [a], $2;}"
+    )
+    _asm(None, [Int32(address), Int32(rank), Int32(value)], code, "r,r,r,~{memory}", True)
+
+
+@dsl_user_op
 def store_system(address, value, *, loc=None, ip=None):
     """Write an Int32 where the host can see it."""
     _asm(

@@ -11,19 +11,23 @@ from moe_ep_jit.problem import Problem
 class Config:
     """One rung. Weights are the MMA's M side, tokens its N side.
 
-    tile_n               tokens of a tile: 8, 16, 32, 64, 128 or 192
-    num_math_warpgroups  each owns 64 weight rows of a tile: 4 (tile_m 256) or 2 (tile_m 128)
+    tile_n               tokens of a tile: 8, 16, 32, 64, 128, 160 or 192
+    num_math_warpgroups  4 or 2
+    k_slices             math warpgroups that share 64 weight rows and split K
+    cluster              CTAs that share the loads of their tokens: 1 or 2
     fold_intermediate    e4m3 only: fold the intermediate to one scale a row before the down GEMM,
                          so that its main loop adds unscaled; False: the loop scales 32-blocks
     """
 
     tile_n: int
     num_math_warpgroups: int
+    k_slices: int = 1
+    cluster: int = 1
     fold_intermediate: bool = False
 
     @property
     def tile_m(self) -> int:
-        return 64 * self.num_math_warpgroups
+        return 64 * self.num_math_warpgroups // self.k_slices
 
 
 def ladder(operand: str) -> tuple[Config, ...]:
@@ -34,15 +38,16 @@ def ladder(operand: str) -> tuple[Config, ...]:
     return (
         # Memory rules: four warpgroups stream the most weight bytes an SM, and a tile of tokens
         # costs nothing.
-        Config(8, 4),
-        Config(16, 4),
+        Config(8, 4, k_slices=4),
+        Config(16, 4, k_slices=2),
         Config(32, 4),
         Config(64, 4),
         # Arithmetic rules: the accumulators of a wider tile leave registers for two math
         # warpgroups. Scaling 32-blocks in the loop would cost as much as the MMA, so FP8 folds the
         # intermediate first.
-        Config(128, 2, fold_intermediate=fp8),
-        Config(192, 2, fold_intermediate=fp8),
+        Config(128, 2, cluster=2, fold_intermediate=fp8),
+        Config(160, 2, cluster=2, fold_intermediate=fp8),
+        Config(192, 2, cluster=2, fold_intermediate=fp8),
     )
 
 

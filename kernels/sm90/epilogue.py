@@ -63,7 +63,7 @@ def load_or_zero(base, offset):
     return value
 
 
-def fetch(gemm, tile, strip, thread, args):
+def fetch(gemm, n, tile, strip, thread, args):
     """Begin to read what ``finish`` needs."""
     row = cutlass.min(strip, gemm.strips - 1) * 64 + thread // 32 * 16 + thread % 32 // 4
     at = (Int64(tile.expert) * (gemm.strips * 64) + row) * 4  # the second row is 8 behind
@@ -75,7 +75,7 @@ def fetch(gemm, tile, strip, thread, args):
         scales = [s * expert_sf for s in scales]
     biases = [load_or_zero(args.bias, at + 8 * 4 * i) for i in range(2)]
     columns = []
-    for first in range(0, gemm.tile_n, 128):
+    for first in range(0, n, 128):
         # Columns beyond the live rows take the last one's; nobody sees what becomes of them.
         token_row = Int64(tile.first_row + cutlass.min(first + thread, tile.rows - 1)) * 4
         columns.append(
@@ -89,10 +89,11 @@ def fetch(gemm, tile, strip, thread, args):
 
 @cute.jit
 def finish(
-    gemm: cutlass.Constexpr, acc, tile, strip, wg, thread, constants: cutlass.Constexpr, shared,
-    args
+    gemm: cutlass.Constexpr, n: cutlass.Constexpr, acc, tile, strip, place: cutlass.Constexpr,
+    constants: cutlass.Constexpr, shared, args
 ):  # fmt: skip
-    """Scale, add the bias and write; the last tile's padding strips write nothing."""
+    """Scale, add the bias and write ``n`` columns; the last tile's padding strips write nothing."""
+    wg, thread = place.wg, place.thread
     columns = shared.columns + wg * (gemm.tile_n * 8)
     buffers = Buffers(
         shared.staging + wg * (gemm.chunk_n * 128),
@@ -102,18 +103,18 @@ def finish(
     )
     if strip * 64 < gemm.m:
         for i in cutlass.range_constexpr(len(constants.columns)):
-            share_column(gemm, constants.columns[i], i * 128 + thread, buffers)
+            share_column(constants.columns[i], i * 128 + thread, n, buffers)
         barrier(wg)
         if const_expr(gemm.gate_up):
-            finish_gate_up(gemm, acc, tile, strip, wg, thread, constants, buffers, args)
+            finish_gate_up(gemm, n, acc, tile, strip, place, constants, buffers, args)
         else:
-            finish_down(gemm, acc, tile, strip, wg, thread, constants, buffers, args)
+            finish_down(gemm, n, acc, tile, strip, place, constants, buffers, args)
 
 
 @cute.jit
-def share_column(gemm: cutlass.Constexpr, column: cutlass.Constexpr, index, buffers):
+def share_column(column: cutlass.Constexpr, index, n: cutlass.Constexpr, buffers):
     scale, slot = column
-    if index < gemm.tile_n:
+    if index < n:
         if const_expr(scale is not None):
             ptx.store_shared(Float32, buffers.scales + index * 4, scale)
         if const_expr(slot is not None):
@@ -136,13 +137,14 @@ def scaled(value, row_scale, column_scale, bias):
 
 @cute.jit
 def finish_gate_up(
-    gemm: cutlass.Constexpr, acc, tile, strip, wg, thread, constants: cutlass.Constexpr, buffers,
-    args
+    gemm: cutlass.Constexpr, n: cutlass.Constexpr, acc, tile, strip, place: cutlass.Constexpr,
+    constants: cutlass.Constexpr, buffers, args
 ):  # fmt: skip
     """Scale, bias, SwiGLU, requantize; each row's 32 features to the intermediate."""
+    wg, thread = place.wg, place.thread
     warp, row_in_8, column_pair = thread // 32, thread % 32 // 4, thread % 4
     pitch = PITCH_8BIT if gemm.fp8 else PITCH_16BIT
-    for chunk in cutlass.range_constexpr(gemm.tile_n // gemm.chunk_n):
+    for chunk in cutlass.range_constexpr(n // gemm.chunk_n):
         features = []
         for n8 in cutlass.range_constexpr(gemm.chunk_n // 8):
             first = chunk * gemm.chunk_n + n8 * 8
@@ -250,16 +252,17 @@ def copy_rows(
 
 @cute.jit
 def finish_down(
-    gemm: cutlass.Constexpr, acc, tile, strip, wg, thread, constants: cutlass.Constexpr, buffers,
-    args
+    gemm: cutlass.Constexpr, n: cutlass.Constexpr, acc, tile, strip, place: cutlass.Constexpr,
+    constants: cutlass.Constexpr, buffers, args
 ):  # fmt: skip
     """Scale, bias, round to bf16; each row's 64 columns to the slot that the row came from.
 
     The accumulators hold the output transposed; stmatrix turns it, into rows of 128 bytes whose
     16-byte pieces are swizzled by the row, so that neither side meets bank conflicts.
     """
-    warp, lane, column_pair = thread // 32, thread % 32, thread % 4
-    for chunk in cutlass.range_constexpr(gemm.tile_n // gemm.chunk_n):
+    wg, thread, lane = place.wg, place.thread, place.lane
+    warp, column_pair = thread // 32, thread % 4
+    for chunk in cutlass.range_constexpr(n // gemm.chunk_n):
         packed = []
         for n8 in cutlass.range_constexpr(gemm.chunk_n // 8):
             first = chunk * gemm.chunk_n + n8 * 8

@@ -1,9 +1,20 @@
 """Grouped GEMM over experts on Hopper: weights are M, the rows of one expert are N."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
-from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64, const_expr, cute, memory
+from cutlass import (
+    BFloat16,
+    Float8E4M3FN,
+    Float32,
+    Int16,
+    Int32,
+    Int64,
+    const_expr,
+    cute,
+    memory,
+    select_,
+)
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
 from moe_ep_jit import layout
@@ -51,29 +62,49 @@ class Tile(NamedTuple):
 class Shared(NamedTuple):
     """Shared addresses (Int32) and, where the DSL partitions them, tensors."""
 
-    x: cute.Tensor  # [tile_n, one swizzle row of K, stages]
+    x: cute.Tensor  # [tile_n, one swizzle row of K, stages x token tiles]
+    a: Any  # e4m3: [64, 128, stages x math warpgroups] of the same memory as w; bf16: None
     w: Int32  # stages x math warpgroups x packed blobs
-    sf: Int32  # stages x 4 x tile_n fp32: loop_sf only
+    sf: Int32  # stages x 4 a k-block x tile_n fp32: loop_sf only
     staging: Int32  # warpgroups x chunk_n x 128 bytes of the epilogue
     amax: Int32  # warpgroups x chunk_n x 4 warps
     columns: Int32  # warpgroups x tile_n x (fp32 scale, then int32 slot)
+    partials: Int32  # k_slices > 1: warpgroups x 64 x tile_n fp32
     ring: Int32  # tiles that load has begun
     num_tiles: Int32  # n-tiles of this call
     full: cute.Pointer
     empty: cute.Pointer
+    partials_full: cute.Pointer  # one a strip
+    partials_empty: cute.Pointer
+
+
+class Place(NamedTuple):
+    """Where a math thread works."""
+
+    wg: Int32  # math warpgroup
+    strip: Int32  # of the tile's strips
+    k_slice: Int32
+    thread: Int32  # in the warpgroup
+    lane: Int32
 
 
 class GroupedGemm:
     """One persistent CTA an SM; a tile is tile_m weight rows x tile_n rows of an expert x all of K.
 
     Roles: warp 0: load (warps 1-3 idle: setmaxregister takes whole warpgroups); warpgroups 1..W:
-    mma and epilogue, 64 weight rows each.
+    mma and epilogue. Each owns 64 weight rows (a strip), or k_slices of them share a strip and
+    take its k-blocks by turns.
 
-    full   load -> mma   1 arrive + the bytes of weights and scales (bulk copies) and tokens (TMA)
-    empty  mma -> load   one arrive a math warp, once its wgmmas on the stage have retired
-    ring   load -> mma   the tile's coordinates; ordered by the full barrier of its first stage
+    full      load -> mma   1 arrive + the bytes of weights and scales (bulk copies), tokens (TMA)
+    empty     mma -> load   one arrive a math warp, once its wgmmas on the stage have retired; in a
+                            cluster the math warps of both CTAs arrive at both CTAs' barriers
+    ring      load -> mma   the tile's coordinates; ordered by the full barrier of its first stage
+    partials  mma -> mma    k_slices > 1: full: all slices' accumulators of a strip are in shared
+                            memory; empty: the slice whose turn the epilogue is has read them
 
     load: for each stage of each tile: wait empty, expect bytes, copy. Runs on into the next tile.
+          The two CTAs of a cluster take neighbouring m-tiles of the same rows: each loads half of
+          the tokens into both.
     mma:  e4m3: four wgmmas of k32 into a temporary, drain, add to the accumulators (FP8 wgmma keeps
           about 13 bits of a sum, so every 128 of K moves to fp32); where each 32 of K has a scale,
           a temporary each. The warpgroups fall out of step by themselves and fill each other's
@@ -87,24 +118,30 @@ class GroupedGemm:
         self, *, kind: str, act: str, gate_up: bool, k: int, m: int, config: Config
     ):  # fmt: skip
         self.kind, self.act, self.gate_up, self.k, self.m = kind, act, gate_up, k, m
-        self.tile_n = config.tile_n
-        self.num_wgs = config.num_math_warpgroups
+        self.tile_n, self.cluster = config.tile_n, config.cluster
+        self.num_wgs, self.k_slices = config.num_math_warpgroups, config.k_slices
+        self.strips_per_tile = self.num_wgs // self.k_slices
         self.decoder = DECODERS.get(kind)
         self.fp8 = self.decoder is None
         self.group128 = kind == "mxfp8_group128"
         self.blob_bytes = 8192 if self.fp8 else self.decoder.blob_bytes
         self.k_blocks = ceil_div(k, 128)
         self.strips = round_up(m, 128) // 64
-        self.m_tiles = ceil_div(self.strips, self.num_wgs)
+        # A cluster's m-tiles are one step of the schedule.
+        self.m_steps = ceil_div(self.strips, self.strips_per_tile * self.cluster)
+        # An expert's last tile often has few rows: wide rungs then multiply half of the columns.
+        self.widths = (self.tile_n, self.tile_n // 2) if self.tile_n > 64 else (self.tile_n,)
         # Scales of the token operand: in the loop (32-blocks of the intermediate) or one a row.
         self.loop_sf = self.fp8 and not gate_up and not config.fold_intermediate
         self.has_row_sf = (self.fp8 and not self.loop_sf) or (gate_up and act == "nvfp4")
         self.has_expert_sf = not gate_up and act == "nvfp4"
         # Two k-blocks a stage halve the barrier work where decoding leaves little time for it.
         small = self.tile_n <= 32
-        self.blocks_per_stage = 2 if not self.fp8 and self.k_blocks % 2 == 0 and small else 1
+        self.blocks_per_slice = 2 if not self.fp8 and self.k_blocks % 2 == 0 and small else 1
+        self.blocks_per_stage = self.blocks_per_slice * self.k_slices
+        self.k_stages = ceil_div(self.k_blocks, self.blocks_per_stage)
         # Rows that the epilogue stages at once: few barriers in wide tiles, little memory else.
-        self.chunk_n = min(self.tile_n, 64 if self.num_wgs == 2 else 32)
+        self.chunk_n = self.widths[1] if len(self.widths) > 1 else min(self.tile_n, 32)
         self.threads = 128 * (self.num_wgs + 1)
         self.plan_memory()
 
@@ -112,19 +149,24 @@ class GroupedGemm:
         """Stages: as many as fit beside the epilogue's buffers."""
         self.token_type = Float8E4M3FN if self.fp8 else BFloat16
         self.token_k = 128 if self.fp8 else 64  # one 128-byte swizzle row
-        self.weight_bytes = self.num_wgs * self.blob_bytes * self.blocks_per_stage
-        self.token_tiles = self.blocks_per_stage * 128 // self.token_k
+        self.slice_bytes = self.blocks_per_slice * self.blob_bytes
+        self.weight_bytes = self.num_wgs * self.slice_bytes
+        self.tokens_per_slice = self.blocks_per_slice * 128 // self.token_k
+        self.token_tiles = self.k_slices * self.tokens_per_slice
         self.token_bytes = self.token_tiles * self.tile_n * 128
-        self.sf_bytes = 4 * self.tile_n * 4 if self.loop_sf else 0
+        self.stage_blocks_sf = 4 * self.blocks_per_stage if self.loop_sf else 0
+        self.sf_bytes = self.stage_blocks_sf * self.tile_n * 4
         self.stage_bytes = self.weight_bytes + self.token_bytes + self.sf_bytes
         epilogue_bytes = self.num_wgs * (self.chunk_n * (128 + 16) + self.tile_n * 8)
+        self.partial_bytes = self.num_wgs * 256 * self.tile_n if self.k_slices > 1 else 0
+        epilogue_bytes += self.partial_bytes
         self.num_stages = min(
             MAX_STAGES, (SMEM_BYTES - epilogue_bytes - RESERVED_BYTES) // self.stage_bytes
         )
         assert self.num_stages >= 2, f"{self.stage_bytes} bytes a stage leave no room for two"
         # load runs at most num_stages tiles ahead of the slowest warpgroup, which has read its own.
         self.ring_slots = self.num_stages + 2
-        ring_and_barriers = self.ring_slots * 32 + self.num_stages * 16 + 16
+        ring_and_barriers = self.ring_slots * 32 + self.num_stages * 16 + 16 + 64
         self.smem_bytes = self.num_stages * self.stage_bytes + epilogue_bytes + ring_and_barriers
 
     @cute.jit
@@ -134,25 +176,22 @@ class GroupedGemm:
             cute.make_layout((rows, self.k), stride=(self.k, 1)),
         )
         sX_layout = self.swizzled(self.tile_n, self.token_k, self.num_stages * self.token_tiles)
+        op = (
+            cpasync.CopyBulkTensorTileG2SOp()
+            if const_expr(self.cluster == 1)
+            else cpasync.CopyBulkTensorTileG2SMulticastOp()
+        )
         tma_x, mX = cpasync.make_tiled_tma_atom(
-            cpasync.CopyBulkTensorTileG2SOp(),
+            op,
             mX,
             cute.slice_(sX_layout, (None, None, 0)),
             (self.tile_n, self.token_k),
+            num_multicast=self.cluster,
         )
-        major = OperandMajorMode.K
-        if const_expr(self.fp8):
-            op = warpgroup.MmaF8Op(
-                Float8E4M3FN, Float8E4M3FN, Float32, (64, self.tile_n, 32),
-                warpgroup.OperandSource.SMEM, major, major,
-            )  # fmt: skip
-        else:
-            op = warpgroup.MmaF16BF16Op(
-                BFloat16, Float32, (64, self.tile_n, 16), warpgroup.OperandSource.RMEM, major, major
-            )
-        self.kernel(tma_x, mX, sX_layout, cute.make_tiled_mma(op), args).launch(
-            grid=(num_sms, 1, 1),
+        self.kernel(tma_x, mX, sX_layout, args).launch(
+            grid=(num_sms // self.cluster * self.cluster, 1, 1),
             block=(self.threads, 1, 1),
+            cluster=(self.cluster, 1, 1),
             min_blocks_per_mp=1,
             stream=stream,
             use_pdl=True,
@@ -170,18 +209,47 @@ class GroupedGemm:
         tma_x: cute.CopyAtom,
         mX: cute.Tensor,
         sX_layout: cute.ComposedLayout,
-        tiled_mma: cute.TiledMma,
         args: GemmArgs,
     ):
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        shared = self.allocate(sX_layout)
+        if warp == 0:
+            cpasync.prefetch_descriptor(tma_x)
+            with cute.arch.elect_one():
+                for i in cutlass.range_constexpr(self.num_stages):
+                    cute.arch.mbarrier_init(shared.full + i, 1)
+                    cute.arch.mbarrier_init(shared.empty + i, 4 * self.num_wgs * self.cluster)
+                for i in cutlass.range_constexpr(self.strips_per_tile):
+                    cute.arch.mbarrier_init(shared.partials_full + i, 4 * self.k_slices)
+                    cute.arch.mbarrier_init(shared.partials_empty + i, 4)
+        cute.arch.mbarrier_init_fence()
+        self.sync_cluster()
+        # Everything but the prepared weights comes from the kernels before.
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+        self.share_num_tiles(shared, thread, args)
+        self.sync_cluster()
+        if warp < 4:
+            cute.arch.setmaxregister_decrease(32 if const_expr(self.num_wgs == 4) else 40)
+            if warp == 0:
+                self.load(tma_x, mX, shared, args)
+        else:
+            cute.arch.setmaxregister_increase(112 if const_expr(self.num_wgs == 4) else 232)
+            self.math(shared, thread, args)
+        if const_expr(self.cluster > 1):
+            # The other CTA may still arrive at this one's barriers.
+            self.sync_cluster()
+
+    def allocate(self, sX_layout):
+        """Shared memory of one CTA; equal in both CTAs of a cluster, which name it by address."""
         smem = memory.SmemAllocator()
-        sX = smem.allocate_tensor(self.token_type, sX_layout.outer, 1024, swizzle=sX_layout.inner)
-        sA = None
-        if const_expr(self.fp8):
-            sA_layout = self.swizzled(64, 128, self.num_stages * self.num_wgs)
-            sA = smem.allocate_tensor(Float8E4M3FN, sA_layout.outer, 1024, swizzle=sA_layout.inner)
-            w = Int32(sA.iterator.toint())
+        x = smem.allocate_tensor(self.token_type, sX_layout.outer, 1024, swizzle=sX_layout.inner)
+        a = None
+        if self.fp8:
+            a_layout = self.swizzled(64, 128, self.num_stages * self.num_wgs)
+            a = smem.allocate_tensor(Float8E4M3FN, a_layout.outer, 1024, swizzle=a_layout.inner)
+            w = Int32(a.iterator.toint())
         else:
             w = Int32(smem.allocate(self.num_stages * self.weight_bytes, 1024).toint())
         sizes = (
@@ -189,88 +257,77 @@ class GroupedGemm:
             self.num_wgs * self.chunk_n * 128,
             self.num_wgs * self.chunk_n * 16,
             self.num_wgs * self.tile_n * 8,
+            max(self.partial_bytes, 16),
             self.ring_slots * 32,
             16,
         )
         addresses = [Int32(smem.allocate(size, 128).toint()) for size in sizes]
-        full = smem.allocate_array(Int64, self.num_stages)
-        empty = smem.allocate_array(Int64, self.num_stages)
-        shared = Shared(sX, w, *addresses, full, empty)
-        if warp == 0:
-            cpasync.prefetch_descriptor(tma_x)
-            with cute.arch.elect_one():
-                for i in cutlass.range_constexpr(self.num_stages):
-                    cute.arch.mbarrier_init(full + i, 1)
-                    cute.arch.mbarrier_init(empty + i, 4 * self.num_wgs)
-        cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
-        # Everything but the prepared weights comes from the kernels before.
-        cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
-        # All roles go by one reading of the count, or a second stream's call could split them.
-        if thread == 0:
-            ptx.store_shared(Int32, shared.num_tiles, ptx.load(Int32, args.tiles))
-        cute.arch.sync_threads()
-        if warp < 4:
-            cute.arch.setmaxregister_decrease(32 if const_expr(self.num_wgs == 4) else 40)
-            if warp == 0:
-                self.load(tma_x, mX, shared, args)
+        counts = (self.num_stages, self.num_stages, self.strips_per_tile, self.strips_per_tile)
+        barriers = [smem.allocate_array(Int64, count) for count in counts]
+        return Shared(x, a, w, *addresses, *barriers)
+
+    def sync_cluster(self):
+        """All threads of the cluster; of the CTA where that is all there is."""
+        if self.cluster == 1:
+            cute.arch.sync_threads()
         else:
-            cute.arch.setmaxregister_increase(112 if const_expr(self.num_wgs == 4) else 232)
-            if const_expr(self.fp8):
-                self.mma_e4m3(tiled_mma, sA, shared, thread, args)
-            else:
-                self.mma_bf16(tiled_mma, shared, thread, args)
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+
+    @cute.jit
+    def share_num_tiles(self, shared, thread, args):
+        """All roles of a cluster go by one reading: a second stream's call could split them."""
+        if const_expr(self.cluster == 1):
+            if thread == 0:
+                ptx.store_shared(Int32, shared.num_tiles, ptx.load(Int32, args.tiles))
+        else:
+            if cute.arch.block_idx_in_cluster() == 0:
+                if thread < self.cluster:
+                    count = ptx.load(Int32, args.tiles)
+                    ptx.store_shared_cluster(shared.num_tiles, thread, count)
 
     @cute.jit
     def load(self, tma_x, mX, shared, args):
         stage, phase = Int32(0), Int32(1)  # the first pass finds every stage free
         slot = Int32(0)
-        index, _, _ = cute.arch.block_idx()
-        step, _, _ = cute.arch.grid_dim()
-        num_tiles = ptx.load_shared(Int32, shared.num_tiles) * self.m_tiles
+        block, _, _ = cute.arch.block_idx()
+        grid, _, _ = cute.arch.grid_dim()
+        rank = block % self.cluster
+        index, step = block // self.cluster, grid // self.cluster
+        num_steps = ptx.load_shared(Int32, shared.num_tiles) * self.m_steps
         # Narrow rungs expect one n-tile an expert, whose weights are read once; wide ones several,
         # which read them again from L2.
         policy = Int64(ptx.EVICT_FIRST if self.tile_n <= 64 else ptx.EVICT_NORMAL)
-        strip_bytes = self.blob_bytes * self.blocks_per_stage
-        while index < num_tiles:
-            tile = self.tile_at(index, args)
+        multicast = Int16((1 << self.cluster) - 1)  # both CTAs; one alone takes no notice
+        while index < num_steps:
+            tile = self.tile_at(index, rank, args)
             gX = cute.local_tile(
                 cute.domain_offset((tile.first_row, 0), mX), (self.tile_n, self.token_k), (0, None)
             )
             tXsX, tXgX = cpasync.tma_partition(
                 tma_x,
-                0,
-                cute.make_layout(1),
+                rank,
+                cute.make_layout(self.cluster),
                 cute.group_modes(shared.x, 0, 2),
                 cute.group_modes(gX, 0, 2),
             )
-            for k_stage in cutlass.range(self.k_blocks // self.blocks_per_stage, unroll=1):
+            for k_stage in cutlass.range(self.k_stages, unroll=1):
+                # acquire: nobody, in a cluster neither CTA's warps, reads the stage any more
                 cute.arch.mbarrier_wait(shared.empty + stage, phase)
                 full = shared.full + stage
                 with cute.arch.elect_one():
                     if k_stage == 0:
                         self.write_tile(shared.ring + slot * 32, tile)
-                    # release: the tile's coordinates above are visible to who sees the stage full
-                    cute.arch.mbarrier_arrive_and_expect_tx(full, self.stage_bytes)
-                    for w in cutlass.range_constexpr(self.num_wgs):
-                        # Padding strips of the last tile load the last strip once more.
-                        strip = cutlass.min(tile.m_tile * self.num_wgs + w, self.strips - 1)
-                        block = (Int64(tile.expert) * self.strips + strip) * self.k_blocks
-                        block += k_stage * self.blocks_per_stage
-                        ptx.bulk_load(
-                            shared.w + (stage * self.num_wgs + w) * strip_bytes,
-                            args.w + block * self.blob_bytes,
-                            strip_bytes,
-                            full.toint(),
-                            policy,
-                        )
-                    for k32 in cutlass.range_constexpr(4 if self.loop_sf else 0):
+                    self.load_weights(tile, k_stage, stage, full, policy, shared, args)
+                    for i in cutlass.range_constexpr(self.stage_blocks_sf):
                         # Beyond K the tokens are zeros and any scale does.
-                        block = cutlass.min(4 * k_stage + k32, self.k // layout.SF_BLOCK - 1)
+                        block32 = cutlass.min(
+                            self.stage_blocks_sf * k_stage + i, self.k // layout.SF_BLOCK - 1
+                        )
+                        at = Int64(block32) * args.sf_stride + tile.first_sf_row
                         ptx.bulk_load(
-                            shared.sf + (stage * 4 + k32) * (4 * self.tile_n),
-                            args.block_sf + (Int64(block) * args.sf_stride + tile.first_sf_row) * 4,
+                            shared.sf + (stage * self.stage_blocks_sf + i) * (4 * self.tile_n),
+                            args.block_sf + at * 4,
                             4 * self.tile_n,
                             full.toint(),
                             policy,
@@ -281,23 +338,47 @@ class GroupedGemm:
                         tXgX[(None, k_stage * self.token_tiles + i)],
                         tXsX[(None, stage * self.token_tiles + i)],
                         tma_bar_ptr=full,
+                        mcast_mask=multicast,
                     )
                 stage, phase = self.advance(stage, phase)
             slot = self.next_slot(slot)
             index += step
 
     @cute.jit
-    def tile_at(self, index, args):
+    def load_weights(self, tile, k_stage, stage, full, policy, shared, args):
+        """Announce a stage's bytes and copy its weights, a strip's k-blocks at once."""
+        size = Int32(self.k_slices * self.slice_bytes)
+        if const_expr(self.k_blocks % self.blocks_per_stage != 0):
+            left = self.k_blocks - k_stage * self.blocks_per_stage
+            size = cutlass.min(left, self.blocks_per_stage) * self.blob_bytes
+        rest = self.token_bytes + self.sf_bytes
+        # release: the tile's coordinates are visible to who sees the stage full
+        cute.arch.mbarrier_arrive_and_expect_tx(full, self.strips_per_tile * size + rest)
+        for i in cutlass.range_constexpr(self.strips_per_tile):
+            # Padding strips of the last tile load the last strip once more.
+            strip = cutlass.min(tile.m_tile * self.strips_per_tile + i, self.strips - 1)
+            block = (Int64(tile.expert) * self.strips + strip) * self.k_blocks
+            block += k_stage * self.blocks_per_stage
+            ptx.bulk_load(
+                shared.w + (stage * self.num_wgs + i * self.k_slices) * self.slice_bytes,
+                args.w + block * self.blob_bytes,
+                size,
+                full.toint(),
+                policy,
+            )
+
+    @cute.jit
+    def tile_at(self, index, rank, args):
         """The schedule: n-tiles of an expert fastest, then its m-tiles, then the experts."""
-        expert = ptx.load(Int32, args.tiles + Int64(1 + index // self.m_tiles) * 4)
+        expert = ptx.load(Int32, args.tiles + Int64(1 + index // self.m_steps) * 4)
         info = cute.make_rmem_tensor(4, Int32)
         cute.autovec_copy(ptx.vector(Int32, args.expert_info + Int64(expert) * 16, 4), info)
-        local = index - info[0] * self.m_tiles
-        m_tile = local // info[1]
-        first = (local - m_tile * info[1]) * self.tile_n
+        local = index - info[0] * self.m_steps
+        m_step = local // info[1]
+        first = (local - m_step * info[1]) * self.tile_n
         first_sf_row = layout.first_sf_row(info[2], expert) + first
         rows = cutlass.min(info[3] - first, self.tile_n)
-        return Tile(expert, m_tile, info[2] + first, first_sf_row, rows)
+        return Tile(expert, m_step * self.cluster + rank, info[2] + first, first_sf_row, rows)
 
     def write_tile(self, address, tile):
         for i, value in enumerate(tile):
@@ -323,51 +404,161 @@ class GroupedGemm:
         return slot
 
     @cute.jit
-    def mma_e4m3(self, tiled_mma, sA, shared, thread, args):
+    def release(self, empty, lane):
+        """This warp is done with a stage: tell load, in a cluster of both CTAs."""
+        if lane < self.cluster:
+            if const_expr(self.cluster == 1):
+                cute.arch.mbarrier_arrive(empty)
+            else:
+                cute.arch.mbarrier_arrive(empty, lane)
+
+    @cute.jit
+    def math(self, shared, thread, args):
+        """The role of a math warpgroup."""
         wg = cute.arch.make_warp_uniform(thread // 128) - 1
-        lane = thread % 32
-        thr_mma = tiled_mma.get_slice(thread % 128)
-        tA = tiled_mma.make_fragment_A(thr_mma.partition_A(sA))
-        tB = tiled_mma.make_fragment_B(thr_mma.partition_B(shared.x))
-        acc_shape = thr_mma.partition_shape_C((64, self.tile_n))
+        place = Place(wg, wg // self.k_slices, wg % self.k_slices, thread % 128, thread % 32)
+        stage, phase, slot, count = Int32(0), Int32(0), Int32(0), Int32(0)
+        block, _, _ = cute.arch.block_idx()
+        grid, _, _ = cute.arch.grid_dim()
+        index, step = block // self.cluster, grid // self.cluster
+        num_steps = ptx.load_shared(Int32, shared.num_tiles) * self.m_steps
+        while index < num_steps:
+            # acquire: load wrote the tile before it released the tile's first stage
+            cute.arch.mbarrier_wait(shared.full + stage, phase)
+            tile = self.read_tile(shared.ring + slot * 32)
+            if const_expr(len(self.widths) == 1):
+                stage, phase = self.tile(self.tile_n, tile, stage, phase, count, place, shared, args)
+            else:
+                if tile.rows > self.widths[1]:
+                    stage, phase = self.tile(
+                        self.widths[0], tile, stage, phase, count, place, shared, args
+                    )
+                else:
+                    stage, phase = self.tile(
+                        self.widths[1], tile, stage, phase, count, place, shared, args
+                    )
+            slot = self.next_slot(slot)
+            count += 1
+            index += step
+
+    @cute.jit
+    def tile(
+        self, n: cutlass.Constexpr, tile, stage, phase, count, place: cutlass.Constexpr, shared,
+        args
+    ):  # fmt: skip
+        """One tile in ``n`` columns: all of K, then the epilogue."""
+        strip = tile.m_tile * self.strips_per_tile + place.strip
+        constants = epilogue.fetch(self, n, tile, strip, place.thread, args)
+        k_loop = self.k_loop_e4m3 if const_expr(self.fp8) else self.k_loop_bf16
+        acc, stage, phase = k_loop(n, tile, strip, stage, phase, place, shared, args)
+        if const_expr(self.k_blocks % self.blocks_per_stage != 0):
+            if self.my_stages(place.k_slice) < self.k_stages:
+                # No k-block of the last stage is this slice's.
+                cute.arch.mbarrier_wait(shared.full + stage, phase)
+                self.release(shared.empty + stage, place.lane)
+                stage, phase = self.advance(stage, phase)
+        if const_expr(self.k_slices == 1):
+            epilogue.finish(self, n, acc, tile, strip, place, constants, shared, args)
+        else:
+            self.share_partial(acc, count, place, shared)
+            if place.k_slice == count % self.k_slices:
+                self.sum_partials(acc, count, place, shared)
+                epilogue.finish(self, n, acc, tile, strip, place, constants, shared, args)
+        return stage, phase
+
+    def my_stages(self, k_slice):
+        """Stages of a tile that hold k-blocks of this slice."""
+        if self.k_blocks % self.blocks_per_stage == 0:
+            return self.k_stages
+        blocks = self.k_blocks // self.blocks_per_slice
+        return (blocks - k_slice + (self.k_slices - 1)) // self.k_slices
+
+    def partial_address(self, shared, strip, k_slice, thread, i):
+        """Of 16 bytes of a slice's accumulators, those of a warp side by side."""
+        wg = strip * self.k_slices + k_slice
+        return shared.partials + wg * (256 * self.tile_n) + (i * 128 + thread) * 16
+
+    @cute.jit
+    def share_partial(self, acc, count, place: cutlass.Constexpr, shared):
+        """This slice's accumulators to shared memory, once those of the tile before were read."""
+        # acquire: sum_partials of the tile before, in another slice; the first finds it free
+        cute.arch.mbarrier_wait(shared.partials_empty + place.strip, (count & 1) ^ 1)
+        words = cute.make_rmem_tensor(4, Float32)
+        for i in cutlass.range_constexpr(self.tile_n // 8):
+            for j in cutlass.range_constexpr(4):
+                words[j] = acc[4 * i + j]
+            at = self.partial_address(shared, place.strip, place.k_slice, place.thread, i)
+            cute.autovec_copy(words, ptx.vector(Float32, at, 4, ptx.SMEM))
+        cute.arch.sync_warp()
+        if place.lane == 0:
+            # release: to sum_partials of the slice whose turn it is
+            cute.arch.mbarrier_arrive(shared.partials_full + place.strip)
+
+    @cute.jit
+    def sum_partials(self, acc, count, place: cutlass.Constexpr, shared):
+        """All slices' accumulators, summed in the order of the slices whoever's turn it is."""
+        cute.arch.mbarrier_wait(shared.partials_full + place.strip, count & 1)
+        words = cute.make_rmem_tensor(4, Float32)
+        for i in cutlass.range_constexpr(self.tile_n // 8):
+            for k_slice in cutlass.range_constexpr(self.k_slices):
+                at = self.partial_address(shared, place.strip, k_slice, place.thread, i)
+                cute.autovec_copy(ptx.vector(Float32, at, 4, ptx.SMEM), words)
+                for j in cutlass.range_constexpr(4):
+                    before = Float32(0.0) if const_expr(k_slice == 0) else acc[4 * i + j]
+                    acc[4 * i + j] = before + words[j]
+        cute.arch.sync_warp()
+        if place.lane == 0:
+            # release: to share_partial of every slice
+            cute.arch.mbarrier_arrive(shared.partials_empty + place.strip)
+
+    def token_fragments(self, tiled_mma, n, shared, thread):
+        """The first ``n`` rows of every token tile as wgmma's B."""
+        x = shared.x
+        if n != self.tile_n:
+            x = cute.local_tile(x, (n, self.token_k, cute.size(x, mode=[2])), (0, 0, 0))
+        return tiled_mma.make_fragment_B(tiled_mma.get_slice(thread).partition_B(x))
+
+    @cute.jit
+    def k_loop_e4m3(
+        self, n: cutlass.Constexpr, tile, strip, stage, phase, place: cutlass.Constexpr, shared,
+        args
+    ):  # fmt: skip
+        """The accumulators of a tile from FP8 weights and tokens in shared memory."""
+        major = OperandMajorMode.K
+        op = warpgroup.MmaF8Op(
+            Float8E4M3FN, Float8E4M3FN, Float32, (64, n, 32), warpgroup.OperandSource.SMEM,
+            major, major,
+        )  # fmt: skip
+        tiled_mma = cute.make_tiled_mma(op)
+        thr_mma = tiled_mma.get_slice(place.thread)
+        tA = tiled_mma.make_fragment_A(thr_mma.partition_A(shared.a))
+        tB = self.token_fragments(tiled_mma, n, shared, place.thread)
+        acc_shape = thr_mma.partition_shape_C((64, n))
         acc = cute.make_rmem_tensor(acc_shape, Float32)
+        acc.fill(0.0)
         # k32 steps a drain: all four, or where each has its own scale as many as have registers for
         # a temporary each.
-        steps = (
-            4 if const_expr(not self.loop_sf or self.tile_n <= 16) else max(1, 64 // self.tile_n)
-        )
+        steps = 4 if const_expr(not self.loop_sf or n <= 16) else max(1, 64 // n)
         temporaries = [
             cute.make_rmem_tensor(acc_shape, Float32)
             for _ in range(steps if const_expr(self.loop_sf) else 1)
         ]
-        stage, phase, slot = Int32(0), Int32(0), Int32(0)
-        index, _, _ = cute.arch.block_idx()
-        grid, _, _ = cute.arch.grid_dim()
-        num_tiles = ptx.load_shared(Int32, shared.num_tiles) * self.m_tiles
-        while index < num_tiles:
-            # acquire: load wrote the tile before it released the tile's first stage
+        for k_stage in cutlass.range(self.my_stages(place.k_slice), unroll=1):
+            k_block = k_stage * self.k_slices + place.k_slice
+            row_scales = self.group_scales(tile, strip, k_block, place.thread, args)
             cute.arch.mbarrier_wait(shared.full + stage, phase)
-            tile = self.read_tile(shared.ring + slot * 32)
-            strip = tile.m_tile * self.num_wgs + wg
-            constants = epilogue.fetch(self, tile, strip, thread % 128, args)
-            acc.fill(0.0)
-            for k_block in cutlass.range(self.k_blocks, unroll=1):
-                row_scales = self.group_scales(tile, strip, k_block, thread, args)
-                cute.arch.mbarrier_wait(shared.full + stage, phase)
-                for first in cutlass.range_constexpr(0, 4, steps):
-                    a_stage = stage * self.num_wgs + wg
-                    self.issue_e4m3(tiled_mma, tA, tB, temporaries, first, steps, a_stage, stage)
-                    scales = self.loop_scales(shared.sf, stage, first, steps, lane)
-                    warpgroup.wait_group(0)
-                    if const_expr(first + steps == 4):
-                        if lane == 0:
-                            # release: this warp's wgmmas and scale reads on the stage are done
-                            cute.arch.mbarrier_arrive(shared.empty + stage)
-                    self.promote(acc, temporaries, scales, row_scales)
-                stage, phase = self.advance(stage, phase)
-            epilogue.finish(self, acc, tile, strip, wg, thread % 128, constants, shared, args)
-            slot = self.next_slot(slot)
-            index += grid
+            for first in cutlass.range_constexpr(0, 4, steps):
+                a_stage = stage * self.num_wgs + place.wg
+                b_stage = stage * self.k_slices + place.k_slice
+                self.issue_e4m3(tiled_mma, tA, tB, temporaries, first, steps, a_stage, b_stage)
+                scales = self.loop_scales(shared.sf, b_stage, first, steps, place.lane)
+                warpgroup.wait_group(0)
+                if const_expr(first + steps == 4):
+                    # release: this warp's wgmmas and scale reads on the stage are done
+                    self.release(shared.empty + stage, place.lane)
+                self.promote(acc, temporaries, scales, row_scales)
+            stage, phase = self.advance(stage, phase)
+        return acc, stage, phase
 
     @cute.jit
     def issue_e4m3(self, tiled_mma, tA, tB, temporaries, first, steps, a_stage, b_stage):
@@ -385,15 +576,18 @@ class GroupedGemm:
         """Weight scales of this thread's two rows for 128 of K, where rows could not fold whole."""
         if not self.group128:
             return None
-        row = cutlass.min(strip, self.strips - 1) * 64 + thread % 128 // 32 * 16 + thread % 32 // 4
+        row = cutlass.min(strip, self.strips - 1) * 64 + thread // 32 * 16 + thread % 32 // 4
         at = (Int64(tile.expert) * self.k_blocks + k_block) * (self.strips * 64) + row
         return [ptx.load(Float32, args.w_sf + (at + 8 * i) * 4) for i in range(2)]
 
-    def loop_scales(self, sf, stage, first, steps, lane):
-        """Scales of this thread's token rows for each k32 step, in pairs of neighbouring rows."""
+    def loop_scales(self, sf, k_block, first, steps, lane):
+        """Scales of this thread's token rows for each k32 step, in pairs of neighbouring rows.
+
+        k_block  of those in shared memory
+        """
         if not self.loop_sf:
             return None
-        base = sf + stage * (16 * self.tile_n)
+        base = sf + k_block * (16 * self.tile_n)
         pairs = []
         for i in range(steps):
             for n8 in range(self.tile_n // 8):
@@ -416,60 +610,54 @@ class GroupedGemm:
                 acc[v] = acc[v] + (temporary[v] if scale is None else temporary[v] * scale)
 
     @cute.jit
-    def mma_bf16(self, tiled_mma, shared, thread, args):
-        wg = cute.arch.make_warp_uniform(thread // 128) - 1
-        lane = thread % 32
-        wg_thread = thread % 128
-        thr_mma = tiled_mma.get_slice(wg_thread)
-        tB = tiled_mma.make_fragment_B(thr_mma.partition_B(shared.x))
-        acc = cute.make_rmem_tensor(thr_mma.partition_shape_C((64, self.tile_n)), Float32)
+    def k_loop_bf16(
+        self, n: cutlass.Constexpr, tile, strip, stage, phase, place: cutlass.Constexpr, shared,
+        args
+    ):  # fmt: skip
+        """The accumulators of a tile from weights decoded in registers and bf16 tokens."""
+        major = OperandMajorMode.K
+        op = warpgroup.MmaF16BF16Op(
+            BFloat16, Float32, (64, n, 16), warpgroup.OperandSource.RMEM, major, major
+        )
+        tiled_mma = cute.make_tiled_mma(op)
+        thr_mma = tiled_mma.get_slice(place.thread)
+        tB = self.token_fragments(tiled_mma, n, shared, place.thread)
+        acc = cute.make_rmem_tensor(thr_mma.partition_shape_C((64, n)), Float32)
+        acc.fill(0.0)
         a_shape = thr_mma.partition_shape_A((64, 64))
         a_buffers = [cute.make_rmem_tensor(a_shape, BFloat16) for _ in range(2)]
         a_words = [cute.recast_tensor(a, Int32) for a in a_buffers]
         words = cute.make_rmem_tensor(self.decoder.words_per_half, Int32)
         scales = cute.make_rmem_tensor(self.decoder.scale_words, Int32)
         tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
-        stage, phase, last_stage, slot = Int32(0), Int32(0), Int32(0), Int32(0)
-        index, _, _ = cute.arch.block_idx()
-        grid, _, _ = cute.arch.grid_dim()
-        num_tiles = ptx.load_shared(Int32, shared.num_tiles) * self.m_tiles
-        halves = 2 * self.blocks_per_stage
-        strip_bytes = self.blob_bytes * self.blocks_per_stage
-        while index < num_tiles:
-            # acquire: load wrote the tile before it released the tile's first stage
+        last_stage = Int32(0)
+        for k_stage in cutlass.range(self.my_stages(place.k_slice), unroll=1):
             cute.arch.mbarrier_wait(shared.full + stage, phase)
-            tile = self.read_tile(shared.ring + slot * 32)
-            strip = tile.m_tile * self.num_wgs + wg
-            constants = epilogue.fetch(self, tile, strip, wg_thread, args)
-            acc.fill(0.0)
-            for k_stage in cutlass.range(self.k_blocks // self.blocks_per_stage, unroll=1):
-                cute.arch.mbarrier_wait(shared.full + stage, phase)
-                strip_base = shared.w + (stage * self.num_wgs + wg) * strip_bytes
-                for half in cutlass.range_constexpr(halves):
-                    blob = strip_base + half // 2 * self.blob_bytes
-                    if const_expr(half % 2 == 0):
-                        self.decoder.load_scales(blob, wg_thread, scales)
-                    self.decoder.load_words(blob, half % 2, wg_thread, words)
-                    # One group may still run; the one before has left the A buffer filled next.
-                    warpgroup.wait_group(1)
-                    if const_expr(half == 1):
-                        if k_stage > 0:
-                            if lane == 0:
-                                # release: this warp's wgmmas on the stage before are done
-                                cute.arch.mbarrier_arrive(shared.empty + last_stage)
-                    for b in cutlass.range_constexpr(4):
-                        self.decoder.decode(words, scales, half % 2 * 4 + b, a_words[half % 2], b)
-                    warpgroup.fence()
-                    for b in cutlass.range_constexpr(4):
-                        a = a_buffers[half % 2][None, None, b]
-                        cute.gemm(tiled_mma, acc, a, tB[None, None, b, stage * halves + half], acc)
-                    warpgroup.commit_group()
-                last_stage = stage
-                stage, phase = self.advance(stage, phase)
-            warpgroup.wait_group(0)
-            if lane == 0:
-                # release: this warp's wgmmas on the tile's last stage are done
-                cute.arch.mbarrier_arrive(shared.empty + last_stage)
-            epilogue.finish(self, acc, tile, strip, wg, wg_thread, constants, shared, args)
-            slot = self.next_slot(slot)
-            index += grid
+            base = shared.w + (stage * self.num_wgs + place.wg) * self.slice_bytes
+            first_tokens = (stage * self.k_slices + place.k_slice) * self.tokens_per_slice
+            for half in cutlass.range_constexpr(2 * self.blocks_per_slice):
+                blob = base + half // 2 * self.blob_bytes
+                if const_expr(half % 2 == 0):
+                    self.decoder.load_scales(blob, place.thread, scales)
+                self.decoder.load_words(blob, half % 2, place.thread, words)
+                # One group may still run; the one before has left the A buffer filled next.
+                warpgroup.wait_group(1)
+                if const_expr(half == 1):
+                    # release: this warp's wgmmas on the stage before are done. One predicate: a
+                    # branch here would serialise the wgmmas (C7513).
+                    lane = select_(k_stage > 0, place.lane, Int32(32))
+                    self.release(shared.empty + last_stage, lane)
+                for b in cutlass.range_constexpr(4):
+                    self.decoder.decode(words, scales, half % 2 * 4 + b, a_words[half % 2], b)
+                warpgroup.fence()
+                for b in cutlass.range_constexpr(4):
+                    a = a_buffers[half % 2][None, None, b]
+                    cute.gemm(tiled_mma, acc, a, tB[None, None, b, first_tokens + half], acc)
+                warpgroup.commit_group()
+            last_stage = stage
+            stage, phase = self.advance(stage, phase)
+        warpgroup.wait_group(0)
+        if self.my_stages(place.k_slice) > 0:
+            # release: this warp's wgmmas on the tile's last stage are done
+            self.release(shared.empty + last_stage, place.lane)
+        return acc, stage, phase
