@@ -53,6 +53,18 @@ def load(dtype, address):
     return cute.make_tensor(ptr(dtype, address), cute.make_layout(1))[0]
 
 
+def load_global(address):
+    """An Int32 at an address."""
+    return load(Int32, address)
+
+
+@dsl_user_op
+def load_relaxed(address, *, loc=None, ip=None):
+    """An Int32 from the L2 cache, whatever L1 holds."""
+    code = "ld.relaxed.gpu.global.s32 $0, [$1];"
+    return Int32(_asm(T.i32(), [Int64(address)], code, "=r,l,~{memory}", True))
+
+
 def store(dtype, address, value):
     """Write one element to an address."""
     cute.make_tensor(ptr(dtype, address), cute.make_layout(1))[0] = value
@@ -108,28 +120,18 @@ def bulk_load(dst, src, size, mbar, policy, *, loc=None, ip=None):
 
 
 @dsl_user_op
-def stmatrix_x4_trans(address, r0, r1, r2, r3, *, loc=None, ip=None):
-    """Store four 8x8 matrices of 16-bit elements, transposed.
+def stmatrix_trans(address, registers, *, loc=None, ip=None):
+    """Store 1, 2 or 4 8x8 matrices of 16-bit elements, a register each, transposed.
 
-    address  lane i's: of row i % 8 of matrix i / 8
+    address  lane i's: of row i % 8 of matrix i / 8, for as many lanes as there are rows
     """
+    count = len(registers)
+    values = ", ".join(f"${i + 1}" for i in range(count))
     _asm(
         None,
-        [Int32(address), Int32(r0), Int32(r1), Int32(r2), Int32(r3)],
-        "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [$0], {$1, $2, $3, $4};",
-        "r,r,r,r,r,~{memory}",
-        True,
-    )
-
-
-@dsl_user_op
-def stmatrix_x2_trans(address, r0, r1, *, loc=None, ip=None):
-    """Two matrices of `stmatrix_x4_trans`; lanes 0..15 give the addresses."""
-    _asm(
-        None,
-        [Int32(address), Int32(r0), Int32(r1)],
-        "stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [$0], {$1, $2};",
-        "r,r,r,~{memory}",
+        [Int32(address), *(Int32(r) for r in registers)],
+        f"stmatrix.sync.aligned.m8n8.x{count}.trans.shared.b16 [$0], {{{values}}};",
+        "r" + ",r" * count + ",~{memory}",
         True,
     )
 
@@ -181,6 +183,16 @@ def shift_right(a, count):
 def and_or(a, b, c):
     """``(a & b) | c``"""
     return _i32("lop3.b32 $0, $1, $2, $3, 0xEA;", a, b, c)
+
+
+def permute(a, b, selector):
+    """Bytes of ``a`` (0..3) and ``b`` (4..7), the lowest selector digit first."""
+    return _i32(f"prmt.b32 $0, $1, $2, {selector};", a, b)
+
+
+def max_u16x2(a, b):
+    """The larger of each of two unsigned halves."""
+    return _i32("max.u16x2 $0, $1, $2;", a, b)
 
 
 def swap_bytes_in_halves(a):
@@ -236,13 +248,13 @@ def round_to_e4m3(x):
 
 
 def exp2(x):
-    """2^x to about 22 bits; 0 and infinity where it leaves fp32."""
-    return Float32(_asm(T.f32(), [Float32(x)], "ex2.approx.f32 $0, $1;", "=f,f", False))
+    """2^x to about 22 bits; 0 and infinity where it leaves the normal numbers."""
+    return Float32(_asm(T.f32(), [Float32(x)], "ex2.approx.ftz.f32 $0, $1;", "=f,f", False))
 
 
 def reciprocal(x):
-    """1 / x to about 23 bits."""
-    return Float32(_asm(T.f32(), [Float32(x)], "rcp.approx.f32 $0, $1;", "=f,f", False))
+    """1 / x to about 23 bits; denormals count as 0."""
+    return Float32(_asm(T.f32(), [Float32(x)], "rcp.approx.ftz.f32 $0, $1;", "=f,f", False))
 
 
 def div(a, b):

@@ -27,6 +27,16 @@ def finite_or_nan_bits(x):
     return select_(magnitude < INF_BITS, magnitude, special)
 
 
+def finite_halves(low, high):
+    """Finite magnitudes of two numbers as the upper 16 of their bits, rounded up, in one word.
+
+    ``mxfp8_byte`` looks for what exceeds 1.75 * 2^n, which has 7 bits of fraction: what lies above
+    it still does when rounded up to that many, and what does not, does not.
+    """
+    bits = [finite_bits(x) + 0xFFFF for x in (low, high)]
+    return ptx.permute(*bits, 0x7632)
+
+
 def maximum(values):
     """The largest of a Python list of numbers."""
     out = values[0]

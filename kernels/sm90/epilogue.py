@@ -22,10 +22,9 @@ from moe_ep_jit.kernels.common import ptx
 from moe_ep_jit.kernels.common import quantize as q
 from moe_ep_jit.kernels.common.activation import swiglu
 
-# Bytes between staged rows of 32 features: 16 more than they take, which keeps 16-byte alignment
-# and puts the four columns that a warp writes at once into different banks.
-PITCH_8BIT = 32 + 16
-PITCH_16BIT = 64 + 16
+# Bytes between gate/up's staged rows of 64 bytes: keeps 16-byte alignment and puts the 8 rows that a
+# matrix is stored to into different banks.
+PITCH = 64 + 16
 
 
 class Constants(NamedTuple):
@@ -96,7 +95,7 @@ def finish(
     wg, thread = place.wg, place.thread
     columns = shared.columns + wg * (gemm.tile_n * 8)
     buffers = Buffers(
-        shared.staging + wg * (gemm.chunk_n * 128),
+        shared.staging + wg * gemm.staging_bytes,
         shared.amax + wg * (gemm.chunk_n * 16),
         columns,
         columns + gemm.tile_n * 4,
@@ -141,113 +140,233 @@ def finish_gate_up(
     constants: cutlass.Constexpr, buffers, args
 ):  # fmt: skip
     """Scale, bias, SwiGLU, requantize; each row's 32 features to the intermediate."""
-    wg, thread = place.wg, place.thread
-    warp, row_in_8, column_pair = thread // 32, thread % 32 // 4, thread % 4
-    pitch = PITCH_8BIT if gemm.fp8 else PITCH_16BIT
-    for chunk in cutlass.range_constexpr(n // gemm.chunk_n):
-        features = []
-        for n8 in cutlass.range_constexpr(gemm.chunk_n // 8):
-            first = chunk * gemm.chunk_n + n8 * 8
-            x_sf = column_scales(gemm, first + column_pair * 2, buffers)
-            for column in cutlass.range_constexpr(2):
-                v = first // 2 + column
-                gate, up = (
-                    scaled(acc[v + 2 * row], constants.scales[row], x_sf[column],
-                    constants.biases[row])
-                    for row in range(2)
-                )  # fmt: skip
-                features.append(swiglu(gate, up, args.limit, args.alpha, args.beta))
+    columns = gemm.chunk(n)
+    for chunk in cutlass.range_constexpr(0, n, columns):
+        features = gated(gemm, acc, chunk, columns, place, constants, buffers, args)
         if const_expr(gemm.act != "bf16"):
-            share_maxima(gemm, features, warp, row_in_8, column_pair, buffers)
-            barrier(wg)
-        for i in cutlass.range_constexpr(gemm.chunk_n // 4):
-            local = i // 2 * 8 + column_pair * 2 + i % 2
-            column = chunk * gemm.chunk_n + local
-            bits = requantize(
-                gemm, features[i], local, column, tile, strip, warp, row_in_8, buffers, args
+            share_maxima(gemm, features, place, buffers)
+            barrier(place.wg)
+            share_scales(gemm, columns, chunk, tile, strip, place, buffers, args)
+            barrier(place.wg)
+            features = requantized(gemm, features, place, buffers)
+        if const_expr(gemm.fp8):
+            stage_bytes(features, place, buffers)
+        else:
+            stage_halves(features, place, buffers)
+        barrier(place.wg)
+        if const_expr(gemm.fp8):
+            copy_byte_rows(gemm, columns, chunk, tile, strip, place, buffers, args)
+        else:
+            copy_half_rows(gemm, columns, chunk, tile, strip, place, buffers, args)
+        barrier(place.wg)
+
+
+def gated(gemm, acc, chunk, columns, place, constants, buffers, args):
+    """This thread's features of the chunk's columns: of each n8, columns 2 c and 2 c + 1."""
+    features = []
+    for first in range(chunk, chunk + columns, 8):
+        x_sf = column_scales(gemm, first + place.thread % 4 * 2, buffers)
+        for column in range(2):
+            v = first // 2 + column
+            gate, up = (
+                scaled(acc[v + 2 * row], constants.scales[row], x_sf[column], constants.biases[row])
+                for row in range(2)
             )
-            at = buffers.staging + local * pitch + (warp * 8 + row_in_8) * (1 if gemm.fp8 else 2)
-            if const_expr(gemm.fp8):
-                ptx.store_shared(Uint8, at, Uint8(bits))
+            features.append(swiglu(gate, up, args.limit, args.alpha, args.beta))
+    return features
+
+
+@cute.jit
+def share_maxima(gemm: cutlass.Constexpr, features: cutlass.Constexpr, place, buffers):
+    """Maxima over a warp's 8 features to shared memory: [entry][warp].
+
+    An entry is a column, and for MXFP8, whose scales ask for no more, a pair of columns as halves.
+    """
+    lane, warp = place.lane, place.thread // 32
+    if const_expr(gemm.act == "mxfp8"):
+        pairs = zip(features[::2], features[1::2], strict=True)
+        maxima = [q.finite_halves(low, high) for low, high in pairs]
+        largest = ptx.max_u16x2
+    else:
+        maxima = [q.finite_or_nan_bits(feature) for feature in features]
+        largest = cutlass.max
+    for distance in (4, 8, 16):
+        maxima = [largest(m, cute.arch.shuffle_sync_bfly(m, distance)) for m in maxima]
+    if lane < 4:
+        for i in cutlass.range_constexpr(len(maxima)):
+            entry = i * 4 + lane
+            if const_expr(gemm.act != "mxfp8"):
+                entry = i // 2 * 8 + lane * 2 + i % 2
+            ptx.store_shared(Int32, buffers.amax + entry * 16 + warp * 4, maxima[i])
+
+
+@cute.jit
+def share_scales(
+    gemm: cutlass.Constexpr, columns: cutlass.Constexpr, chunk: cutlass.Constexpr, tile, strip,
+    place: cutlass.Constexpr, buffers, args
+):  # fmt: skip
+    """Each entry's maxima become what its features are multiplied by, computed once.
+
+    mxfp8  inverse scale of both columns, then both scales
+    nvfp4  factor of both blocks of 16, then both scales
+    """
+    entries = columns // 2 if const_expr(gemm.act == "mxfp8") else columns
+    for first in cutlass.range_constexpr(0, entries, 128):
+        entry = first + place.thread
+        if entry < entries:
+            at = ptx.vector(Int32, buffers.amax + entry * 16, 4, ptx.SMEM)
+            words = cute.make_rmem_tensor(4, Int32)
+            cute.autovec_copy(at, words)
+            if const_expr(gemm.act == "mxfp8"):
+                largest = words[0]
+                for i in cutlass.range_constexpr(1, 4):
+                    largest = ptx.max_u16x2(largest, words[i])
+                halves = (ptx.mul_const(largest, 1 << 16), ptx.and_const(largest, 0xFFFF0000))
+                scales = [q.mxfp8_byte(half) for half in halves]
+                for i in cutlass.range_constexpr(2):
+                    scale = q.exp2_of_byte(scales[i])
+                    words[i] = ptx.bits(q.mxfp8_inverse(scales[i]))
+                    words[2 + i] = ptx.bits(scale)
+                    if const_expr(gemm.fp8):
+                        column = chunk + entry * 2 + i
+                        store_block_scale(scale, column, tile, strip, args)
             else:
-                ptx.store_shared(Uint16, at, Uint16(bits))
-        barrier(wg)
-        copy_rows(gemm, tile, strip, chunk, thread, buffers, pitch, args)
-        barrier(wg)
-
-
-def share_maxima(gemm, features, warp, row_in_8, column_pair, buffers):
-    """Maximum of each row over a warp's 8 features, to shared memory."""
-    bits = q.finite_bits if gemm.act == "mxfp8" else q.finite_or_nan_bits
-    for i, feature in enumerate(features):
-        largest = bits(feature)
-        for distance in (4, 8, 16):
-            largest = cutlass.max(largest, cute.arch.shuffle_sync_bfly(largest, distance))
-        store_maximum(largest, i // 2 * 8 + column_pair * 2 + i % 2, warp, row_in_8, buffers)
+                expert_sf = args.expert_sf + Int64(tile.expert) * 4
+                inverse_g = q.nvfp4_row_inverse(ptx.load(Float32, expert_sf))
+                for i in cutlass.range_constexpr(2):
+                    block = cutlass.max(words[2 * i], words[2 * i + 1])
+                    s, factor, saturated = q.nvfp4_block(block, inverse_g)
+                    count_saturated(saturated, chunk + entry, tile, args)
+                    words[2 * i], words[2 * i + 1] = ptx.bits(factor), ptx.bits(s)
+            cute.autovec_copy(words, at)
 
 
 @cute.jit
-def store_maximum(value, local, warp, row_in_8, buffers):
-    if row_in_8 == 0:
-        ptx.store_shared(Int32, buffers.amax + local * 16 + warp * 4, value)
-
-
-def requantize(gemm, feature, local, column, tile, strip, warp, row_in_8, buffers, args):
-    """One feature as the bits that the intermediate stores."""
-    zero = Float32(0.0)
-    if gemm.act == "bf16":
-        return ptx.pack_bf16x2(feature, zero)
-    warps = cute.make_rmem_tensor(4, Int32)
-    cute.autovec_copy(ptx.vector(Int32, buffers.amax + local * 16, 4, ptx.SMEM), warps)
-    if gemm.act == "mxfp8":
-        byte = q.mxfp8_byte(q.maximum([warps[i] for i in range(4)]))
-        element = ptx.mul(feature, q.mxfp8_inverse(byte))
-        if not gemm.fp8:
-            value = ptx.mul(ptx.round_to_e4m3(element), q.exp2_of_byte(byte))
-            return ptx.pack_bf16x2(value, zero)
-        store_block_scale(q.exp2_of_byte(byte), column, tile, strip, warp, row_in_8, args)
-        return ptx.pack_e4m3x2(element, zero)
-    # A block of 16 is two warps' features.
-    low, high = cutlass.max(warps[0], warps[1]), cutlass.max(warps[2], warps[3])
-    inverse_g = q.nvfp4_row_inverse(ptx.load(Float32, args.expert_sf + Int64(tile.expert) * 4))
-    s, factor, saturated = q.nvfp4_block(select_(warp < 2, low, high), inverse_g)
-    count_saturated(saturated, column, tile, warp, row_in_8, args)
-    return ptx.pack_bf16x2(ptx.mul(q.round_to_e2m1(ptx.mul(feature, factor)), s), zero)
-
-
-@cute.jit
-def store_block_scale(scale, column, tile, strip, warp, row_in_8, args):
-    """The scale of a row's 32 features, by one of the threads that know it."""
-    if warp == 0 and row_in_8 == 0 and column < tile.rows:
+def store_block_scale(scale, column, tile, strip, args):
+    """The scale of a row's 32 features."""
+    if column < tile.rows:
         at = Int64(strip) * args.sf_stride + tile.first_sf_row + column
         ptx.store(Float32, args.block_sf + at * 4, scale)
 
 
 @cute.jit
-def count_saturated(saturated, column, tile, warp, row_in_8, args):
-    if saturated and warp % 2 == 0 and row_in_8 == 0 and column < tile.rows:
+def count_saturated(saturated, column, tile, args):
+    if saturated and column < tile.rows:
         counter = args.control + layout.CONTROL_SATURATED * 4
         cute.arch.atomic_add(ptx.ptr(Int32, counter), Int32(1))
 
 
+def requantized(gemm, features, place, buffers):
+    """Features as their block's format holds them: scaled for E4M3, else in real units."""
+    out = []
+    for n8 in range(len(features) // 2):
+        pair = n8 * 4 + place.lane % 4
+        for column in range(2):
+            feature = features[2 * n8 + column]
+            if gemm.act == "mxfp8":
+                words = load_scales(buffers, pair, 0, 4)
+                element = ptx.mul(feature, words[column])
+                if not gemm.fp8:
+                    element = ptx.mul(ptx.round_to_e4m3(element), words[2 + column])
+            else:
+                # A block of 16 is two warps' features.
+                block = place.thread // 64
+                words = load_scales(buffers, pair * 2 + column, block * 8, 2)
+                element = ptx.mul(q.round_to_e2m1(ptx.mul(feature, words[0])), words[1])
+            out.append(element)
+    return out
+
+
+def load_scales(buffers, entry, offset, count):
+    """Float32 words of an entry from ``share_scales``."""
+    words = cute.make_rmem_tensor(count, Float32)
+    at = buffers.amax + entry * 16 + offset
+    cute.autovec_copy(ptx.vector(Float32, at, count, ptx.SMEM), words)
+    return words
+
+
+def stage_bytes(features, place, buffers):
+    """E4M3 features to shared memory: rows of 32 features of a pair of columns, byte by byte in
+    turns.
+
+    One stmatrix element is a feature of both columns of a pair, so that a transposed matrix has the
+    8 features of a warp in each row, and two n8 in its rows by turns.
+    """
+    packed = [
+        ptx.pack_e4m3x2(low, high) for low, high in zip(features[::2], features[1::2], strict=True)
+    ]
+    if len(packed) % 2:
+        packed.append(Int32(0))
+    words = [ptx.permute(a, b, 0x5410) for a, b in zip(packed[::2], packed[1::2], strict=True)]
+    lane, warp = place.lane, place.thread // 32
+    row = lane // 8 * 8 + lane % 2 * 4 + lane % 8 // 2
+    store_matrices(words, buffers.staging + row * PITCH + warp * 16, 8)
+
+
+def stage_halves(features, place, buffers):
+    """bf16 features to shared memory: a row of 32 a column."""
+    pairs = zip(features[::2], features[1::2], strict=True)
+    words = [ptx.pack_bf16x2(low, high) for low, high in pairs]
+    store_matrices(words, buffers.staging + place.lane * PITCH + place.thread // 32 * 16, 8)
+
+
+def store_matrices(words, address, rows):
+    """Transposed matrices, as many at once as there are; each has ``rows`` rows of PITCH bytes."""
+    first = 0
+    while first < len(words):
+        count = next(c for c in (4, 2, 1) if c <= len(words) - first)
+        ptx.stmatrix_trans(address + first * rows * PITCH, words[first : first + count])
+        first += count
+
+
 @cute.jit
-def copy_rows(
-    gemm: cutlass.Constexpr, tile, strip, chunk: cutlass.Constexpr, thread, buffers,
-    pitch: cutlass.Constexpr, args,
+def copy_byte_rows(
+    gemm: cutlass.Constexpr, columns: cutlass.Constexpr, chunk: cutlass.Constexpr, tile, strip,
+    place: cutlass.Constexpr, buffers, args
 ):  # fmt: skip
-    """Staged rows of 32 features to the intermediate, 16 bytes a thread."""
-    row_bytes = 32 if gemm.fp8 else 64
-    pieces = row_bytes // 16
-    for first in cutlass.range_constexpr(0, gemm.chunk_n * pieces, 128):
-        local, piece = (first + thread) // pieces, thread % pieces
-        column = chunk * gemm.chunk_n + local
-        if local < gemm.chunk_n and column < tile.rows:
+    """Staged pairs of rows to the intermediate, 16 features of both a thread."""
+    for first in cutlass.range_constexpr(0, columns, 128):
+        item = first + place.thread
+        pair, half = item // 2, item % 2
+        column = chunk + pair * 2
+        if item < columns and column < tile.rows:
+            words = cute.make_rmem_tensor(8, Int32)
+            at = buffers.staging + pair * PITCH + half * 32
+            for i in cutlass.range_constexpr(2):
+                four = cute.make_rmem_tensor(4, Int32)
+                cute.autovec_copy(ptx.vector(Int32, at + i * 16, 4, ptx.SMEM), four)
+                for j in cutlass.range_constexpr(4):
+                    words[4 * i + j] = four[j]
+            row_bytes = gemm.m // 2
+            to = args.out + Int64(tile.first_row + column) * row_bytes + strip * 32 + half * 16
+            store_every_second(words, to, 0x6420)
+            if column + 1 < tile.rows:
+                store_every_second(words, to + row_bytes, 0x7531)
+
+
+def store_every_second(words, address, selector):
+    """Every second byte of 8 words, as 16 bytes."""
+    out = cute.make_rmem_tensor(4, Int32)
+    for i in range(4):
+        out[i] = ptx.permute(words[2 * i], words[2 * i + 1], selector)
+    cute.autovec_copy(out, ptx.vector(Int32, address, 4))
+
+
+@cute.jit
+def copy_half_rows(
+    gemm: cutlass.Constexpr, columns: cutlass.Constexpr, chunk: cutlass.Constexpr, tile, strip,
+    place: cutlass.Constexpr, buffers, args
+):  # fmt: skip
+    """Staged rows to the intermediate, 16 bytes a thread."""
+    for first in cutlass.range_constexpr(0, columns * 4, 128):
+        local, piece = (first + place.thread) // 4, place.thread % 4
+        column = chunk + local
+        if local < columns and column < tile.rows:
             words = cute.make_rmem_tensor(4, Int32)
-            at = buffers.staging + local * pitch + piece * 16
+            at = buffers.staging + local * PITCH + piece * 16
             cute.autovec_copy(ptx.vector(Int32, at, 4, ptx.SMEM), words)
-            row = Int64(tile.first_row + column) * (gemm.m // 64 * row_bytes)
-            address = args.out + row + strip * row_bytes + piece * 16
-            cute.autovec_copy(words, ptx.vector(Int32, address, 4))
+            to = args.out + Int64(tile.first_row + column) * gemm.m + strip * 64 + piece * 16
+            cute.autovec_copy(words, ptx.vector(Int32, to, 4))
 
 
 @cute.jit
@@ -262,7 +381,7 @@ def finish_down(
     """
     wg, thread, lane = place.wg, place.thread, place.lane
     warp, column_pair = thread // 32, thread % 4
-    for chunk in cutlass.range_constexpr(n // gemm.chunk_n):
+    for chunk in cutlass.range_constexpr(n // gemm.chunk(n)):
         packed = []
         for n8 in cutlass.range_constexpr(gemm.chunk_n // 8):
             first = chunk * gemm.chunk_n + n8 * 8
@@ -275,14 +394,9 @@ def finish_down(
                 )
                 packed.append(ptx.pack_bf16x2(low, high))
         piece = ((warp * 2 + lane // 8 % 2) ^ (lane % 8)) * 16
-        for n8 in cutlass.range_constexpr(0, gemm.chunk_n // 8, 2):
-            matrices = packed[2 * n8 : 2 * n8 + 4]
-            if const_expr(gemm.chunk_n == 8):
-                at = buffers.staging + lane % 8 * 128 + piece
-                ptx.stmatrix_x2_trans(at, *matrices)
-            else:
-                at = buffers.staging + (n8 * 8 + lane // 16 * 8 + lane % 8) * 128 + piece
-                ptx.stmatrix_x4_trans(at, *matrices)
+        at = buffers.staging + (lane // 16 * 8 + lane % 8) * 128 + piece
+        for i in cutlass.range_constexpr(0, len(packed), 4):
+            ptx.stmatrix_trans(at + i * 4 * 128, packed[i : i + 4])
         barrier(wg)
         scatter_rows(gemm, tile, strip, chunk, thread, buffers, args)
         barrier(wg)

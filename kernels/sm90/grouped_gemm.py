@@ -66,7 +66,7 @@ class Shared(NamedTuple):
     a: Any  # e4m3: [64, 128, stages x math warpgroups] of the same memory as w; bf16: None
     w: Int32  # stages x math warpgroups x packed blobs
     sf: Int32  # stages x 4 a k-block x tile_n fp32: loop_sf only
-    staging: Int32  # warpgroups x chunk_n x 128 bytes of the epilogue
+    staging: Int32  # warpgroups x rows that the epilogue stages at once
     amax: Int32  # warpgroups x chunk_n x 4 warps
     columns: Int32  # warpgroups x tile_n x (fp32 scale, then int32 slot)
     partials: Int32  # k_slices > 1: warpgroups x 64 x tile_n fp32
@@ -141,7 +141,11 @@ class GroupedGemm:
         self.blocks_per_stage = self.blocks_per_slice * self.k_slices
         self.k_stages = ceil_div(self.k_blocks, self.blocks_per_stage)
         # Rows that the epilogue stages at once: few barriers in wide tiles, little memory else.
-        self.chunk_n = self.widths[1] if len(self.widths) > 1 else min(self.tile_n, 32)
+        self.chunk_n = self.widths[-1] if len(self.widths) > 1 else min(self.tile_n, 32)
+        self.staging_bytes = self.chunk_n * 128
+        if gate_up and self.fp8:
+            self.chunk_n = self.tile_n
+            self.staging_bytes = max(self.tile_n // 2, 8) * epilogue.PITCH
         self.threads = 128 * (self.num_wgs + 1)
         self.plan_memory()
 
@@ -157,7 +161,7 @@ class GroupedGemm:
         self.stage_blocks_sf = 4 * self.blocks_per_stage if self.loop_sf else 0
         self.sf_bytes = self.stage_blocks_sf * self.tile_n * 4
         self.stage_bytes = self.weight_bytes + self.token_bytes + self.sf_bytes
-        epilogue_bytes = self.num_wgs * (self.chunk_n * (128 + 16) + self.tile_n * 8)
+        epilogue_bytes = self.num_wgs * (self.staging_bytes + self.chunk_n * 16 + self.tile_n * 8)
         self.partial_bytes = self.num_wgs * 256 * self.tile_n if self.k_slices > 1 else 0
         epilogue_bytes += self.partial_bytes
         self.num_stages = min(
@@ -168,6 +172,10 @@ class GroupedGemm:
         self.ring_slots = self.num_stages + 2
         ring_and_barriers = self.ring_slots * 32 + self.num_stages * 16 + 16 + 64
         self.smem_bytes = self.num_stages * self.stage_bytes + epilogue_bytes + ring_and_barriers
+
+    def chunk(self, n):
+        """Columns that the epilogue stages at once of a tile of ``n``."""
+        return min(n, self.chunk_n)
 
     @cute.jit
     def __call__(self, x: Int64, rows: Int32, args: GemmArgs, num_sms: Int32, stream):
@@ -225,9 +233,6 @@ class GroupedGemm:
                     cute.arch.mbarrier_init(shared.partials_empty + i, 4)
         cute.arch.mbarrier_init_fence()
         self.sync_cluster()
-        # Everything but the prepared weights comes from the kernels before.
-        cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
         self.share_num_tiles(shared, thread, args)
         self.sync_cluster()
         if warp < 4:
@@ -236,6 +241,7 @@ class GroupedGemm:
                 self.load(tma_x, mX, shared, args)
         else:
             cute.arch.setmaxregister_increase(112 if const_expr(self.num_wgs == 4) else 232)
+            cute.arch.griddepcontrol_wait()
             self.math(shared, thread, args)
         if const_expr(self.cluster > 1):
             # The other CTA may still arrive at this one's barriers.
@@ -254,7 +260,7 @@ class GroupedGemm:
             w = Int32(smem.allocate(self.num_stages * self.weight_bytes, 1024).toint())
         sizes = (
             max(self.num_stages * self.sf_bytes, 16),
-            self.num_wgs * self.chunk_n * 128,
+            self.num_wgs * self.staging_bytes,
             self.num_wgs * self.chunk_n * 16,
             self.num_wgs * self.tile_n * 8,
             max(self.partial_bytes, 16),
@@ -276,14 +282,18 @@ class GroupedGemm:
 
     @cute.jit
     def share_num_tiles(self, shared, thread, args):
-        """All roles of a cluster go by one reading: a second stream's call could split them."""
+        """All roles of a cluster go by one reading: a second stream's call could split them.
+
+        Before this grid's wait: route has ended, since the grid between launched this one only
+        after its own wait. L1 knows nothing of that, so these first loads go past it.
+        """
         if const_expr(self.cluster == 1):
             if thread == 0:
-                ptx.store_shared(Int32, shared.num_tiles, ptx.load(Int32, args.tiles))
+                ptx.store_shared(Int32, shared.num_tiles, ptx.load_relaxed(args.tiles))
         else:
             if cute.arch.block_idx_in_cluster() == 0:
                 if thread < self.cluster:
-                    count = ptx.load(Int32, args.tiles)
+                    count = ptx.load_relaxed(args.tiles)
                     ptx.store_shared_cluster(shared.num_tiles, thread, count)
 
     @cute.jit
@@ -299,8 +309,20 @@ class GroupedGemm:
         # which read them again from L2.
         policy = Int64(ptx.EVICT_FIRST if self.tile_n <= 64 else ptx.EVICT_NORMAL)
         multicast = Int16((1 << self.cluster) - 1)  # both CTAs; one alone takes no notice
+        # The first tile's weights, while the kernel before still makes its rows.
+        ahead = min(self.num_stages, self.k_stages)
+        if index < num_steps:
+            tile = self.tile_at(index, rank, args, ptx.load_relaxed)
+            with cute.arch.elect_one():
+                self.write_tile(shared.ring, tile)
+                for k_stage in cutlass.range_constexpr(ahead):
+                    self.load_weights(tile, Int32(k_stage), Int32(k_stage), policy, shared, args)
+        first = index
+        # Everything but the prepared weights comes from the kernels before.
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
         while index < num_steps:
-            tile = self.tile_at(index, rank, args)
+            tile = self.tile_at(index, rank, args, ptx.load_global)
             gX = cute.local_tile(
                 cute.domain_offset((tile.first_row, 0), mX), (self.tile_n, self.token_k), (0, None)
             )
@@ -316,9 +338,10 @@ class GroupedGemm:
                 cute.arch.mbarrier_wait(shared.empty + stage, phase)
                 full = shared.full + stage
                 with cute.arch.elect_one():
-                    if k_stage == 0:
-                        self.write_tile(shared.ring + slot * 32, tile)
-                    self.load_weights(tile, k_stage, stage, full, policy, shared, args)
+                    if (index != first) | (k_stage >= ahead):
+                        if k_stage == 0:
+                            self.write_tile(shared.ring + slot * 32, tile)
+                        self.load_weights(tile, k_stage, stage, policy, shared, args)
                     for i in cutlass.range_constexpr(self.stage_blocks_sf):
                         # Beyond K the tokens are zeros and any scale does.
                         block32 = cutlass.min(
@@ -345,8 +368,9 @@ class GroupedGemm:
             index += step
 
     @cute.jit
-    def load_weights(self, tile, k_stage, stage, full, policy, shared, args):
+    def load_weights(self, tile, k_stage, stage, policy, shared, args):
         """Announce a stage's bytes and copy its weights, a strip's k-blocks at once."""
+        full = shared.full + stage
         size = Int32(self.k_slices * self.slice_bytes)
         if const_expr(self.k_blocks % self.blocks_per_stage != 0):
             left = self.k_blocks - k_stage * self.blocks_per_stage
@@ -368,11 +392,10 @@ class GroupedGemm:
             )
 
     @cute.jit
-    def tile_at(self, index, rank, args):
+    def tile_at(self, index, rank, args, load: cutlass.Constexpr):
         """The schedule: n-tiles of an expert fastest, then its m-tiles, then the experts."""
-        expert = ptx.load(Int32, args.tiles + Int64(1 + index // self.m_steps) * 4)
-        info = cute.make_rmem_tensor(4, Int32)
-        cute.autovec_copy(ptx.vector(Int32, args.expert_info + Int64(expert) * 16, 4), info)
+        expert = load(args.tiles + Int64(1 + index // self.m_steps) * 4)
+        info = [load(args.expert_info + Int64(expert) * 16 + 4 * i) for i in range(4)]
         local = index - info[0] * self.m_steps
         m_step = local // info[1]
         first = (local - m_step * info[1]) * self.tile_n
