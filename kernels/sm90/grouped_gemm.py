@@ -119,13 +119,15 @@ class GroupedGemm:
     ):  # fmt: skip
         self.kind, self.act, self.gate_up, self.k, self.m = kind, act, gate_up, k, m
         self.tile_n, self.cluster = config.tile_n, config.cluster
-        self.num_wgs, self.k_slices = config.num_math_warpgroups, config.k_slices
+        self.num_wgs = config.num_math_warpgroups
+        self.k_blocks = ceil_div(k, 128)
+        # Shorter slices cost more for their sum than they save.
+        self.k_slices = config.k_slices if self.k_blocks >= 8 * config.k_slices else 1
         self.strips_per_tile = self.num_wgs // self.k_slices
         self.decoder = DECODERS.get(kind)
         self.fp8 = self.decoder is None
         self.group128 = kind == "mxfp8_group128"
         self.blob_bytes = 8192 if self.fp8 else self.decoder.blob_bytes
-        self.k_blocks = ceil_div(k, 128)
         self.strips = round_up(m, 128) // 64
         # A cluster's m-tiles are one step of the schedule.
         self.m_steps = ceil_div(self.strips, self.strips_per_tile * self.cluster)
@@ -135,6 +137,8 @@ class GroupedGemm:
         self.loop_sf = self.fp8 and not gate_up and not config.fold_intermediate
         self.has_row_sf = (self.fp8 and not self.loop_sf) or (gate_up and act == "nvfp4")
         self.has_expert_sf = not gate_up and act == "nvfp4"
+        # Wide FP8 tiles issue the next tile's first k-block before the epilogue, which it hides.
+        self.begins_next = self.fp8 and len(self.widths) > 1 and not self.group128
         # Two k-blocks a stage halve the barrier work where decoding leaves little time for it.
         small = self.tile_n <= 32
         self.blocks_per_slice = 2 if not self.fp8 and self.k_blocks % 2 == 0 and small else 1
@@ -317,12 +321,15 @@ class GroupedGemm:
                 self.write_tile(shared.ring, tile)
                 for k_stage in cutlass.range_constexpr(ahead):
                     self.load_weights(tile, Int32(k_stage), Int32(k_stage), policy, shared, args)
-        first = index
+        first, end = index, num_steps
+        if const_expr(self.begins_next):
+            # One more stage, which the math warpgroups begin a tile with that never comes.
+            end = select_(index < num_steps, num_steps + step, Int32(0))
         # Everything but the prepared weights comes from the kernels before.
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
-        while index < num_steps:
-            tile = self.tile_at(index, rank, args, ptx.load_global)
+        while index < end:
+            tile = self.tile_at(cutlass.min(index, num_steps - 1), rank, args, ptx.load_global)
             gX = cute.local_tile(
                 cute.domain_offset((tile.first_row, 0), mX), (self.tile_n, self.token_k), (0, None)
             )
@@ -333,7 +340,10 @@ class GroupedGemm:
                 cute.group_modes(shared.x, 0, 2),
                 cute.group_modes(gX, 0, 2),
             )
-            for k_stage in cutlass.range(self.k_stages, unroll=1):
+            k_stages = self.k_stages
+            if const_expr(self.begins_next):
+                k_stages = select_(index < num_steps, Int32(self.k_stages), Int32(1))
+            for k_stage in cutlass.range(k_stages, unroll=1):
                 # acquire: nobody, in a cluster neither CTA's warps, reads the stage any more
                 cute.arch.mbarrier_wait(shared.empty + stage, phase)
                 full = shared.full + stage
@@ -445,20 +455,28 @@ class GroupedGemm:
         grid, _, _ = cute.arch.grid_dim()
         index, step = block // self.cluster, grid // self.cluster
         num_steps = ptx.load_shared(Int32, shared.num_tiles) * self.m_steps
+        acc = [self.accumulators(self.tile_n) for _ in range(2 if self.begins_next else 0)]
+        if const_expr(self.begins_next):
+            if index < num_steps:
+                self.begin(acc[1], stage, phase, place, shared)
+                stage, phase = self.end_begun(acc, stage, phase, place, shared)
         while index < num_steps:
-            # acquire: load wrote the tile before it released the tile's first stage
-            cute.arch.mbarrier_wait(shared.full + stage, phase)
+            if const_expr(not self.begins_next):
+                # acquire: load wrote the tile before it released the tile's first stage
+                cute.arch.mbarrier_wait(shared.full + stage, phase)
             tile = self.read_tile(shared.ring + slot * 32)
             if const_expr(len(self.widths) == 1):
-                stage, phase = self.tile(self.tile_n, tile, stage, phase, count, place, shared, args)
+                stage, phase = self.tile(
+                    self.tile_n, acc, tile, stage, phase, count, place, shared, args
+                )
             else:
                 if tile.rows > self.widths[1]:
                     stage, phase = self.tile(
-                        self.widths[0], tile, stage, phase, count, place, shared, args
+                        self.widths[0], acc, tile, stage, phase, count, place, shared, args
                     )
                 else:
                     stage, phase = self.tile(
-                        self.widths[1], tile, stage, phase, count, place, shared, args
+                        self.widths[1], acc, tile, stage, phase, count, place, shared, args
                     )
             slot = self.next_slot(slot)
             count += 1
@@ -466,27 +484,60 @@ class GroupedGemm:
 
     @cute.jit
     def tile(
-        self, n: cutlass.Constexpr, tile, stage, phase, count, place: cutlass.Constexpr, shared,
-        args
+        self, n: cutlass.Constexpr, acc: cutlass.Constexpr, tile, stage, phase, count,
+        place: cutlass.Constexpr, shared, args
     ):  # fmt: skip
         """One tile in ``n`` columns: all of K, then the epilogue."""
         strip = tile.m_tile * self.strips_per_tile + place.strip
         constants = epilogue.fetch(self, n, tile, strip, place.thread, args)
         k_loop = self.k_loop_e4m3 if const_expr(self.fp8) else self.k_loop_bf16
-        acc, stage, phase = k_loop(n, tile, strip, stage, phase, place, shared, args)
+        if const_expr(self.begins_next):
+            sums = acc[0]
+        else:
+            sums = self.accumulators(n)
+            sums.fill(0.0)
+        stage, phase = k_loop(n, sums, tile, strip, stage, phase, place, shared, args)
         if const_expr(self.k_blocks % self.blocks_per_stage != 0):
             if self.my_stages(place.k_slice) < self.k_stages:
                 # No k-block of the last stage is this slice's.
                 cute.arch.mbarrier_wait(shared.full + stage, phase)
                 self.release(shared.empty + stage, place.lane)
                 stage, phase = self.advance(stage, phase)
+        if const_expr(self.begins_next):
+            self.begin(acc[1], stage, phase, place, shared)
         if const_expr(self.k_slices == 1):
-            epilogue.finish(self, n, acc, tile, strip, place, constants, shared, args)
+            epilogue.finish(self, n, sums, tile, strip, place, constants, shared, args)
         else:
-            self.share_partial(acc, count, place, shared)
+            self.share_partial(sums, count, place, shared)
             if place.k_slice == count % self.k_slices:
-                self.sum_partials(acc, count, place, shared)
-                epilogue.finish(self, n, acc, tile, strip, place, constants, shared, args)
+                self.sum_partials(sums, count, place, shared)
+                epilogue.finish(self, n, sums, tile, strip, place, constants, shared, args)
+        if const_expr(self.begins_next):
+            stage, phase = self.end_begun(acc, stage, phase, place, shared)
+        return stage, phase
+
+    def accumulators(self, n):
+        """A thread's part of 64 x n."""
+        return cute.make_rmem_tensor(((2, 2, n // 8), 1, 1), Float32)
+
+    @cute.jit
+    def begin(self, temporary, stage, phase, place: cutlass.Constexpr, shared):
+        """Issue the next tile's first k-block, all its columns."""
+        operands = self.operands_e4m3(self.tile_n, place, shared)
+        # acquire: the copies of load
+        cute.arch.mbarrier_wait(shared.full + stage, phase)
+        a_stage = stage * self.num_wgs + place.wg
+        self.issue_e4m3(operands, [temporary], 0, 4, a_stage, stage)
+
+    @cute.jit
+    def end_begun(self, acc: cutlass.Constexpr, stage, phase, place: cutlass.Constexpr, shared):
+        """The first k-block's sums are the accumulators that the tile goes on with."""
+        warpgroup.wait_group(0)
+        # release: this warp's wgmmas on the stage are done
+        self.release(shared.empty + stage, place.lane)
+        for v in cutlass.range_constexpr(cute.size(acc[0])):
+            acc[0][v] = acc[1][v] + Float32(0.0)
+        stage, phase = self.advance(stage, phase)
         return stage, phase
 
     def my_stages(self, k_slice):
@@ -541,12 +592,8 @@ class GroupedGemm:
             x = cute.local_tile(x, (n, self.token_k, cute.size(x, mode=[2])), (0, 0, 0))
         return tiled_mma.make_fragment_B(tiled_mma.get_slice(thread).partition_B(x))
 
-    @cute.jit
-    def k_loop_e4m3(
-        self, n: cutlass.Constexpr, tile, strip, stage, phase, place: cutlass.Constexpr, shared,
-        args
-    ):  # fmt: skip
-        """The accumulators of a tile from FP8 weights and tokens in shared memory."""
+    def operands_e4m3(self, n, place, shared):
+        """The MMA of ``n`` columns and its operands."""
         major = OperandMajorMode.K
         op = warpgroup.MmaF8Op(
             Float8E4M3FN, Float8E4M3FN, Float32, (64, n, 32), warpgroup.OperandSource.SMEM,
@@ -555,25 +602,28 @@ class GroupedGemm:
         tiled_mma = cute.make_tiled_mma(op)
         thr_mma = tiled_mma.get_slice(place.thread)
         tA = tiled_mma.make_fragment_A(thr_mma.partition_A(shared.a))
-        tB = self.token_fragments(tiled_mma, n, shared, place.thread)
-        acc_shape = thr_mma.partition_shape_C((64, n))
-        acc = cute.make_rmem_tensor(acc_shape, Float32)
-        acc.fill(0.0)
+        return tiled_mma, tA, self.token_fragments(tiled_mma, n, shared, place.thread)
+
+    @cute.jit
+    def k_loop_e4m3(
+        self, n: cutlass.Constexpr, acc, tile, strip, stage, phase, place: cutlass.Constexpr,
+        shared, args
+    ):  # fmt: skip
+        """Add a tile's products of FP8 weights and tokens in shared memory to the accumulators."""
+        operands = self.operands_e4m3(n, place, shared)
         # k32 steps a drain: all four, or where each has its own scale as many as have registers for
         # a temporary each.
         steps = 4 if const_expr(not self.loop_sf or n <= 16) else max(1, 64 // n)
-        temporaries = [
-            cute.make_rmem_tensor(acc_shape, Float32)
-            for _ in range(steps if const_expr(self.loop_sf) else 1)
-        ]
-        for k_stage in cutlass.range(self.my_stages(place.k_slice), unroll=1):
+        temporaries = [self.accumulators(n) for _ in range(steps if self.loop_sf else 1)]
+        begun = 1 if const_expr(self.begins_next) else 0
+        for k_stage in cutlass.range(begun, self.my_stages(place.k_slice), unroll=1):
             k_block = k_stage * self.k_slices + place.k_slice
             row_scales = self.group_scales(tile, strip, k_block, place.thread, args)
             cute.arch.mbarrier_wait(shared.full + stage, phase)
             for first in cutlass.range_constexpr(0, 4, steps):
                 a_stage = stage * self.num_wgs + place.wg
                 b_stage = stage * self.k_slices + place.k_slice
-                self.issue_e4m3(tiled_mma, tA, tB, temporaries, first, steps, a_stage, b_stage)
+                self.issue_e4m3(operands, temporaries, first, steps, a_stage, b_stage)
                 scales = self.loop_scales(shared.sf, b_stage, first, steps, place.lane)
                 warpgroup.wait_group(0)
                 if const_expr(first + steps == 4):
@@ -581,10 +631,14 @@ class GroupedGemm:
                     self.release(shared.empty + stage, place.lane)
                 self.promote(acc, temporaries, scales, row_scales)
             stage, phase = self.advance(stage, phase)
-        return acc, stage, phase
+        return stage, phase
 
     @cute.jit
-    def issue_e4m3(self, tiled_mma, tA, tB, temporaries, first, steps, a_stage, b_stage):
+    def issue_e4m3(
+        self, operands: cutlass.Constexpr, temporaries: cutlass.Constexpr, first, steps, a_stage,
+        b_stage
+    ):  # fmt: skip
+        tiled_mma, tA, tB = operands
         mma = cute.make_mma_atom(tiled_mma.op)
         mma.set(warpgroup.Field.ACCUMULATE, False)
         warpgroup.fence()
@@ -623,7 +677,7 @@ class GroupedGemm:
     def promote(self, acc, temporaries, scales, row_scales):
         """Add the temporaries to the accumulators, scaled where their part of K has scales."""
         for i, temporary in enumerate(temporaries):
-            for v in range(cute.size(acc)):
+            for v in range(cute.size(temporary)):
                 n8, row, column = v // 4, v // 2 % 2, v % 2
                 scale = None
                 if self.loop_sf:
@@ -634,10 +688,10 @@ class GroupedGemm:
 
     @cute.jit
     def k_loop_bf16(
-        self, n: cutlass.Constexpr, tile, strip, stage, phase, place: cutlass.Constexpr, shared,
-        args
+        self, n: cutlass.Constexpr, acc, tile, strip, stage, phase, place: cutlass.Constexpr,
+        shared, args
     ):  # fmt: skip
-        """The accumulators of a tile from weights decoded in registers and bf16 tokens."""
+        """Add a tile's products of weights decoded in registers and bf16 tokens."""
         major = OperandMajorMode.K
         op = warpgroup.MmaF16BF16Op(
             BFloat16, Float32, (64, n, 16), warpgroup.OperandSource.RMEM, major, major
@@ -645,8 +699,6 @@ class GroupedGemm:
         tiled_mma = cute.make_tiled_mma(op)
         thr_mma = tiled_mma.get_slice(place.thread)
         tB = self.token_fragments(tiled_mma, n, shared, place.thread)
-        acc = cute.make_rmem_tensor(thr_mma.partition_shape_C((64, n)), Float32)
-        acc.fill(0.0)
         a_shape = thr_mma.partition_shape_A((64, 64))
         a_buffers = [cute.make_rmem_tensor(a_shape, BFloat16) for _ in range(2)]
         a_words = [cute.recast_tensor(a, Int32) for a in a_buffers]
@@ -683,4 +735,4 @@ class GroupedGemm:
         if self.my_stages(place.k_slice) > 0:
             # release: this warp's wgmmas on the tile's last stage are done
             self.release(shared.empty + last_stage, place.lane)
-        return acc, stage, phase
+        return stage, phase
