@@ -65,6 +65,30 @@ def load_relaxed(address, *, loc=None, ip=None):
     return Int32(_asm(T.i32(), [Int64(address)], code, "=r,l,~{memory}", True))
 
 
+@dsl_user_op
+def load_streaming(address, count, *, loc=None, ip=None):
+    """2, 4 or 8 Int32 that nobody reads again, past L1: from an address aligned to 16 bytes (2: 8).
+
+    -> a Python list of them
+    """
+    size = min(count, 4)
+    words = []
+    for first in range(0, count, size):
+        code = f"ld.relaxed.gpu.global.v{size}.b32 {{{', '.join(f'${i}' for i in range(size))}}}"
+        struct = llvm.StructType.get_literal([T.i32()] * size)
+        values = _asm(
+            struct,
+            [Int64(address) + 4 * first],
+            f"{code}, [${size}];",
+            ",".join(["=r"] * size) + ",l,~{memory}",
+            True,
+        )
+        words += [
+            Int32(llvm.extractvalue(T.i32(), values, [i], loc=loc, ip=ip)) for i in range(size)
+        ]
+    return words
+
+
 def store(dtype, address, value):
     """Write one element to an address."""
     cute.make_tensor(ptr(dtype, address), cute.make_layout(1))[0] = value
@@ -245,6 +269,20 @@ def e4m3(byte):
 def round_to_e4m3(x):
     """The nearest E4M3 of a Float32, as Float32."""
     return e4m3(pack_e4m3x2(x, Float32(0.0)))
+
+
+def scale_e4m3x4(word, factor):
+    """Four E4M3 in a word times a power of two (a Float32 up to 1), to nearest even.
+
+    Through f16, which holds every product that does not round to zero.
+    """
+    code = (
+        "{.reg .b16 l,h,s; .reg .b32 a,b,ss; mov.b32 {l,h}, $1; cvt.rn.f16x2.e4m3x2 a, l;"
+        " cvt.rn.f16x2.e4m3x2 b, h; cvt.rn.f16.f32 s, $2; mov.b32 ss, {s,s};"
+        " mul.rn.f16x2 a, a, ss; mul.rn.f16x2 b, b, ss; cvt.rn.satfinite.e4m3x2.f16x2 l, a;"
+        " cvt.rn.satfinite.e4m3x2.f16x2 h, b; mov.b32 $0, {l,h};}"
+    )
+    return Int32(_asm(T.i32(), [Int32(word), Float32(factor)], code, "=r,r,f", False))
 
 
 def exp2(x):

@@ -15,15 +15,15 @@ the thread's place in the warpgroup throughout.
 from typing import Any, NamedTuple
 
 import cutlass
-from cutlass import Float32, Int32, Int64, Uint8, Uint16, const_expr, cute, select_
+from cutlass import Float32, Int32, Int64, const_expr, cute
 
 from moe_ep_jit import layout
 from moe_ep_jit.kernels.common import ptx
 from moe_ep_jit.kernels.common import quantize as q
 from moe_ep_jit.kernels.common.activation import swiglu
 
-# Bytes between gate/up's staged rows of 64 bytes: keeps 16-byte alignment and puts the 8 rows that a
-# matrix is stored to into different banks.
+#: Bytes between gate/up's staged rows of 64 bytes: keeps 16-byte alignment and puts the 8 rows that
+#: a matrix is stored to into different banks.
 PITCH = 64 + 16
 
 
@@ -374,18 +374,17 @@ def finish_down(
     gemm: cutlass.Constexpr, n: cutlass.Constexpr, acc, tile, strip, place: cutlass.Constexpr,
     constants: cutlass.Constexpr, buffers, args
 ):  # fmt: skip
-    """Scale, bias, round to bf16; each row's 64 columns to the slot that the row came from.
+    """Scale, add the bias, round to bf16; each row's 64 columns to the slot that the row came from.
 
     The accumulators hold the output transposed; stmatrix turns it, into rows of 128 bytes whose
     16-byte pieces are swizzled by the row, so that neither side meets bank conflicts.
     """
-    wg, thread, lane = place.wg, place.thread, place.lane
-    warp, column_pair = thread // 32, thread % 4
-    for chunk in cutlass.range_constexpr(n // gemm.chunk(n)):
+    lane, warp = place.lane, place.thread // 32
+    columns = gemm.chunk(n)
+    for chunk in cutlass.range_constexpr(0, n, columns):
         packed = []
-        for n8 in cutlass.range_constexpr(gemm.chunk_n // 8):
-            first = chunk * gemm.chunk_n + n8 * 8
-            x_sf = column_scales(gemm, first + column_pair * 2, buffers)
+        for first in cutlass.range_constexpr(chunk, chunk + columns, 8):
+            x_sf = column_scales(gemm, first + lane % 4 * 2, buffers)
             for row in cutlass.range_constexpr(2):
                 v = first // 2 + 2 * row
                 low, high = (
@@ -397,20 +396,21 @@ def finish_down(
         at = buffers.staging + (lane // 16 * 8 + lane % 8) * 128 + piece
         for i in cutlass.range_constexpr(0, len(packed), 4):
             ptx.stmatrix_trans(at + i * 4 * 128, packed[i : i + 4])
-        barrier(wg)
-        scatter_rows(gemm, tile, strip, chunk, thread, buffers, args)
-        barrier(wg)
+        barrier(place.wg)
+        scatter_rows(gemm, columns, chunk, tile, strip, place.thread, buffers, args)
+        barrier(place.wg)
 
 
 @cute.jit
 def scatter_rows(
-    gemm: cutlass.Constexpr, tile, strip, chunk: cutlass.Constexpr, thread, buffers, args
-):
+    gemm: cutlass.Constexpr, columns: cutlass.Constexpr, chunk: cutlass.Constexpr, tile, strip,
+    thread, buffers, args
+):  # fmt: skip
     """Staged rows to their slots, 16 bytes a thread."""
-    for first in cutlass.range_constexpr(0, gemm.chunk_n * 8, 128):
+    for first in cutlass.range_constexpr(0, columns * 8, 128):
         local, piece = (first + thread) // 8, thread % 8
-        column = chunk * gemm.chunk_n + local
-        if local < gemm.chunk_n and column < tile.rows:
+        column = chunk + local
+        if local < columns and column < tile.rows:
             words = cute.make_rmem_tensor(4, Int32)
             at = buffers.staging + local * 128 + (piece ^ (local % 8)) * 16
             cute.autovec_copy(ptx.vector(Int32, at, 4, ptx.SMEM), words)

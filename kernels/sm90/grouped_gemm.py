@@ -144,12 +144,15 @@ class GroupedGemm:
         self.blocks_per_slice = 2 if not self.fp8 and self.k_blocks % 2 == 0 and small else 1
         self.blocks_per_stage = self.blocks_per_slice * self.k_slices
         self.k_stages = ceil_div(self.k_blocks, self.blocks_per_stage)
-        # Rows that the epilogue stages at once: few barriers in wide tiles, little memory else.
-        self.chunk_n = self.widths[-1] if len(self.widths) > 1 else min(self.tile_n, 32)
-        self.staging_bytes = self.chunk_n * 128
-        if gate_up and self.fp8:
-            self.chunk_n = self.tile_n
-            self.staging_bytes = max(self.tile_n // 2, 8) * epilogue.PITCH
+        # Rows that the epilogue stages at once: whole tiles where rows take little, or stages much.
+        half = self.widths[-1] if len(self.widths) > 1 else min(self.tile_n, 32)
+        self.chunk_n = self.tile_n if self.fp8 and (gate_up or self.tile_n > 64) else half
+        if gate_up:
+            # FP8 stages two rows in one.
+            rows = max(self.chunk_n // 2, 8) if self.fp8 else self.chunk_n
+            self.staging_bytes = rows * epilogue.PITCH
+        else:
+            self.staging_bytes = self.chunk_n * 128
         self.threads = 128 * (self.num_wgs + 1)
         self.plan_memory()
 
