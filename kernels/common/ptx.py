@@ -3,7 +3,7 @@
 Pure functions (no side effect) may be moved, merged or dropped by the compiler; the others may not.
 """
 
-from cutlass import Float32, Int32, Int64, cute
+from cutlass import Float32, Int32, Int64, cute, select_
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
@@ -65,28 +65,28 @@ def load_relaxed(address, *, loc=None, ip=None):
     return Int32(_asm(T.i32(), [Int64(address)], code, "=r,l,~{memory}", True))
 
 
-@dsl_user_op
-def load_streaming(address, count, *, loc=None, ip=None):
-    """2, 4 or 8 Int32 that nobody reads again, past L1: from an address aligned to 16 bytes (2: 8).
-
-    -> a Python list of them
+def load_streaming(address, count):
+    """``count`` Int32 that nobody reads again, past L1, as a Python list; from an address aligned
+    to as many bytes as they are, at most 16.
     """
-    size = min(count, 4)
-    words = []
-    for first in range(0, count, size):
-        code = f"ld.relaxed.gpu.global.v{size}.b32 {{{', '.join(f'${i}' for i in range(size))}}}"
-        struct = llvm.StructType.get_literal([T.i32()] * size)
-        values = _asm(
-            struct,
-            [Int64(address) + 4 * first],
-            f"{code}, [${size}];",
-            ",".join(["=r"] * size) + ",l,~{memory}",
-            True,
-        )
-        words += [
-            Int32(llvm.extractvalue(T.i32(), values, [i], loc=loc, ip=ip)) for i in range(size)
-        ]
-    return words
+    return [
+        word
+        for first in range(0, count, 4)
+        for word in _load_past_l1(Int64(address) + 4 * first, min(count, 4))
+    ]
+
+
+@dsl_user_op
+def _load_past_l1(address, count, *, loc=None, ip=None):
+    names = ", ".join(f"${i}" for i in range(count))
+    values = _asm(
+        llvm.StructType.get_literal([T.i32()] * count),
+        [address],
+        f"ld.relaxed.gpu.global.v{count}.b32 {{{names}}}, [${count}];",
+        ",".join(["=r"] * count) + ",l,~{memory}",
+        True,
+    )
+    return [Int32(llvm.extractvalue(T.i32(), values, [i], loc=loc, ip=ip)) for i in range(count)]
 
 
 def store(dtype, address, value):
@@ -111,6 +111,18 @@ def store_shared_cluster(address, rank, value, *, loc=None, ip=None):
         "{.reg .b32 a; mapa.shared::cluster.u32 a, $0, $1; st.shared::cluster.s32 [a], $2;}"
     )
     _asm(None, [Int32(address), Int32(rank), Int32(value)], code, "r,r,r,~{memory}", True)
+
+
+@dsl_user_op
+def store_words_if(condition, address, words, *, loc=None, ip=None):
+    """Four Int32 to an address on 16 bytes, as one predicated instruction: behind a branch the
+    compiler would move the loads of the words too, one after the other.
+    """
+    code = (
+        "{.reg .pred p; setp.ne.b32 p, $0, 0; @p st.global.v4.b32 [$1], {$2, $3, $4, $5};}"
+    )
+    values = [select_(condition, Int32(1), Int32(0)), Int64(address), *map(Int32, words)]
+    _asm(None, values, code, "r,l,r,r,r,r,~{memory}", True)
 
 
 @dsl_user_op
@@ -185,6 +197,12 @@ def bits(x):
 def from_bits(x):
     """The Float32 of a bit pattern."""
     return Float32(_asm(T.f32(), [Int32(x)], "mov.b32 $0, $1;", "=f,r", False))
+
+
+@dsl_user_op
+def keep(a, *, loc=None, ip=None):
+    """``a``, in a register: the compiler does not read a special register again each time."""
+    return Int32(_asm(T.i32(), [Int32(a)], "mov.b32 $0, $1;", "=r,r", True))
 
 
 def and_const(a, mask):

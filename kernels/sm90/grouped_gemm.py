@@ -85,6 +85,7 @@ class Place(NamedTuple):
     strip: Int32  # of the tile's strips
     k_slice: Int32
     thread: Int32  # in the warpgroup
+    warp: Int32
     lane: Int32
 
 
@@ -452,7 +453,8 @@ class GroupedGemm:
     def math(self, shared, thread, args):
         """The role of a math warpgroup."""
         wg = cute.arch.make_warp_uniform(thread // 128) - 1
-        place = Place(wg, wg // self.k_slices, wg % self.k_slices, thread % 128, thread % 32)
+        thread, lane = ptx.keep(thread & 127), ptx.keep(thread & 31)
+        place = Place(wg, wg // self.k_slices, wg % self.k_slices, thread, thread >> 5, lane)
         stage, phase, slot, count = Int32(0), Int32(0), Int32(0), Int32(0)
         block, _, _ = cute.arch.block_idx()
         grid, _, _ = cute.arch.grid_dim()
@@ -461,7 +463,9 @@ class GroupedGemm:
         acc = [self.accumulators(self.tile_n) for _ in range(2 if self.begins_next else 0)]
         if const_expr(self.begins_next):
             if index < num_steps:
-                self.begin(acc[1], stage, phase, place, shared)
+                # acquire: the copies of load
+                cute.arch.mbarrier_wait(shared.full + stage, phase)
+                self.begin(acc[1], stage, place, shared)
                 stage, phase = self.end_begun(acc, stage, phase, place, shared)
         while index < num_steps:
             if const_expr(not self.begins_next):
@@ -507,7 +511,7 @@ class GroupedGemm:
                 self.release(shared.empty + stage, place.lane)
                 stage, phase = self.advance(stage, phase)
         if const_expr(self.begins_next):
-            self.begin(acc[1], stage, phase, place, shared)
+            self.begin(acc[1], stage, place, shared)
         if const_expr(self.k_slices == 1):
             epilogue.finish(self, n, sums, tile, strip, place, constants, shared, args)
         else:
@@ -524,11 +528,9 @@ class GroupedGemm:
         return cute.make_rmem_tensor(((2, 2, n // 8), 1, 1), Float32)
 
     @cute.jit
-    def begin(self, temporary, stage, phase, place: cutlass.Constexpr, shared):
-        """Issue the next tile's first k-block, all its columns."""
+    def begin(self, temporary, stage, place: cutlass.Constexpr, shared):
+        """Issue the next tile's first k-block, all its columns; its stage is full."""
         operands = self.operands_e4m3(self.tile_n, place, shared)
-        # acquire: the copies of load
-        cute.arch.mbarrier_wait(shared.full + stage, phase)
         a_stage = stage * self.num_wgs + place.wg
         self.issue_e4m3(operands, [temporary], 0, 4, a_stage, stage)
 
@@ -538,9 +540,11 @@ class GroupedGemm:
         warpgroup.wait_group(0)
         # release: this warp's wgmmas on the stage are done
         self.release(shared.empty + stage, place.lane)
+        stage, phase = self.advance(stage, phase)
+        # acquire: the copies of load
+        cute.arch.mbarrier_wait(shared.full + stage, phase)
         for v in cutlass.range_constexpr(cute.size(acc[0])):
             acc[0][v] = acc[1][v] + Float32(0.0)
-        stage, phase = self.advance(stage, phase)
         return stage, phase
 
     def my_stages(self, k_slice):
@@ -622,18 +626,23 @@ class GroupedGemm:
         for k_stage in cutlass.range(begun, self.my_stages(place.k_slice), unroll=1):
             k_block = k_stage * self.k_slices + place.k_slice
             row_scales = self.group_scales(tile, strip, k_block, place.thread, args)
-            cute.arch.mbarrier_wait(shared.full + stage, phase)
+            if const_expr(not self.begins_next):
+                # acquire: the copies of load
+                cute.arch.mbarrier_wait(shared.full + stage, phase)
+            a_stage = stage * self.num_wgs + place.wg
+            b_stage = stage * self.k_slices + place.k_slice
             for first in cutlass.range_constexpr(0, 4, steps):
-                a_stage = stage * self.num_wgs + place.wg
-                b_stage = stage * self.k_slices + place.k_slice
                 self.issue_e4m3(operands, temporaries, first, steps, a_stage, b_stage)
                 scales = self.loop_scales(shared.sf, b_stage, first, steps, place.lane)
                 warpgroup.wait_group(0)
                 if const_expr(first + steps == 4):
                     # release: this warp's wgmmas and scale reads on the stage are done
                     self.release(shared.empty + stage, place.lane)
+                    stage, phase = self.advance(stage, phase)
+                    if const_expr(self.begins_next):
+                        # Before the additions, which then share a basic block with the next issue.
+                        cute.arch.mbarrier_wait(shared.full + stage, phase)
                 self.promote(acc, temporaries, scales, row_scales)
-            stage, phase = self.advance(stage, phase)
         return stage, phase
 
     @cute.jit
