@@ -20,7 +20,7 @@ def check_installed() -> None:
     if find_spec("matplotlib") is None:
         raise RuntimeError(
             "--plot: expected matplotlib to be importable, it is not; run: pip install "
-            "'moe-ep-jit[plot]' (in a checkout: bash tools/dev run pip install matplotlib)"
+            "'moe-ep-jit[plot]' (a checkout: bash tools/dev run python -m pip install matplotlib)"
         )
 
 
@@ -66,7 +66,7 @@ def draw(rows: Iterable[dict[str, Any]], folder: Path) -> list[Path]:
 def _draw_preset(name: str, lines: dict[tuple[str, str], list[dict]], folder: Path) -> Path:
     import matplotlib as mpl
     from matplotlib.figure import Figure
-    from matplotlib.ticker import FixedLocator, NullLocator, ScalarFormatter
+    from matplotlib.ticker import FixedLocator, LogLocator, NullLocator, ScalarFormatter
 
     # Text as text and ids from a fixed salt: small files, and equal rows give equal bytes.
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
@@ -79,8 +79,10 @@ def _draw_preset(name: str, lines: dict[tuple[str, str], list[dict]], folder: Pa
         axes.xaxis.set_major_locator(FixedLocator(counts))
         axes.xaxis.set_minor_locator(NullLocator())
         axes.xaxis.set_major_formatter(ScalarFormatter())
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_major_formatter("{x:g}")
-        axes.grid(True, which="both", linewidth=0.3)
+        axes.yaxis.set_minor_locator(NullLocator())
+        axes.grid(True, linewidth=0.3)
         last = max((r for rows in lines.values() for r in rows), key=lambda r: str(r.get("date")))
         date = str(last.get("date", ""))[:10]
         axes.set_title(f"{name}, whole layer, {last['gpu']}, {date}", fontsize=10)
