@@ -379,7 +379,8 @@ def _add_bench(commands: Any) -> None:
     )
     bench.add_argument("--seed", type=int, help="of the random data; default: 0")
     bench.add_argument("--commit", metavar="ID", help="for the rows; default: what git says")
-    bench.add_argument(
+    instead = bench.add_mutually_exclusive_group()
+    instead.add_argument(
         "--from",
         dest="source",
         type=Path,
@@ -395,7 +396,7 @@ def _add_bench(commands: Any) -> None:
     bench.add_argument(
         "--plot", type=Path, metavar="DIR", help="draw DIR/<preset>.svg: time against tokens"
     )
-    bench.add_argument(
+    instead.add_argument(
         "--ladder", action="store_true", help="measure nothing: list the rungs and their reasons"
     )
     bench.add_argument("--json", action="store_true", help="print one JSON line for each row")
@@ -456,6 +457,11 @@ def _bench_from(args: argparse.Namespace, output: Any, console: Console) -> int:
 def _ladder(args: argparse.Namespace, console: Console) -> int:
     from moe_ep_jit.tools import bench
 
+    check(
+        args.compare is None and args.plot is None,
+        "--ladder: expected no --compare and no --plot beside it, got one; the list has no times, "
+        "so leave one of them out",
+    )
     rows = [row for arch in ARCHES for row in bench.ladder_rows(arch)]
     if args.json:
         console.print_json(data=rows)

@@ -383,3 +383,5 @@ def test_every_rung_has_its_place_for_a_reason(capsys, monkeypatch):
     assert [row["config"] for row in rows if row["reason"] == "0.1 ms less"] == [str(rung)]
     assert cli.main(["bench", "--ladder"]) == 0
     assert "0.1 ms less" in capsys.readouterr().out
+    assert cli.main(["bench", "--ladder", "--plot", "pictures"]) == 1
+    assert "--ladder: expected no --compare and no --plot" in capsys.readouterr().err

@@ -129,6 +129,7 @@ def test_a_cache_that_is_a_file_is_said(tmp_path, monkeypatch, capsys, command):
         ["bench", "--format", "fp8"],
         ["bench", "--skew", "normal"],
         ["bench", "--peer", "vllm"],
+        ["bench", "--ladder", "--from", "rows"],
         ["tune", "--sizes", "64", "64", "4"],
         ["precompile", "--arch", "sm_80"],
     ],
