@@ -107,9 +107,7 @@ def store_shared(dtype, address, value):
 @dsl_user_op
 def store_shared_cluster(address, rank, value, *, loc=None, ip=None):
     """Write an Int32 to a shared address (Int32) of the cluster's CTA ``rank``."""
-    code = (
-        "{.reg .b32 a; mapa.shared::cluster.u32 a, $0, $1; st.shared::cluster.s32 [a], $2;}"
-    )
+    code = "{.reg .b32 a; mapa.shared::cluster.u32 a, $0, $1; st.shared::cluster.s32 [a], $2;}"
     _asm(None, [Int32(address), Int32(rank), Int32(value)], code, "r,r,r,~{memory}", True)
 
 
@@ -118,9 +116,7 @@ def store_words_if(condition, address, words, *, loc=None, ip=None):
     """Four Int32 to an address on 16 bytes, as one predicated instruction: behind a branch the
     compiler would move the loads of the words too, one after the other.
     """
-    code = (
-        "{.reg .pred p; setp.ne.b32 p, $0, 0; @p st.global.v4.b32 [$1], {$2, $3, $4, $5};}"
-    )
+    code = "{.reg .pred p; setp.ne.b32 p, $0, 0; @p st.global.v4.b32 [$1], {$2, $3, $4, $5};}"
     values = [select_(condition, Int32(1), Int32(0)), Int64(address), *map(Int32, words)]
     _asm(None, values, code, "r,l,r,r,r,r,~{memory}", True)
 
