@@ -407,7 +407,8 @@ def scatter_rows(
     thread, buffers, args
 ):  # fmt: skip
     """Staged rows to their slots, 16 bytes a thread, 16 rows at once."""
-    row, piece = thread >> 3, thread & 7
+    my_row, piece = thread >> 3, thread & 7
+    row = my_row & (columns - 1) if const_expr(columns < 16) else my_row
     staged = buffers.staging + row * 128 + (piece ^ (row & 7)) * 16
     slots = buffers.slots + (chunk + row) * 4
     out = args.out + (strip * 64 + piece * 8) * 2
@@ -424,4 +425,4 @@ def scatter_rows(
             addresses.append(out + Int64(slot) * (gemm.m * 2))
         for i in cutlass.range_constexpr(len(firsts)):
             four = [words[j, i] for j in range(4)]
-            ptx.store_words_if(chunk + firsts[i] + row < live, addresses[i], four)
+            ptx.store_words_if(chunk + firsts[i] + my_row < live, addresses[i], four)
