@@ -464,7 +464,8 @@ def _put_output(args: list[Any], topk_weights: torch.Tensor, result: torch.Tenso
 
 def _run(launch: Launch, args: list[Any], stages: int, ws: Workspace) -> None:
     """Launch stages on the device's current stream."""
-    stream = torch.cuda.current_stream(ws.device).cuda_stream
+    # The handle of torch.cuda.current_stream without its wrapper, which costs 2 us.
+    stream = torch._C._cuda_getCurrentRawStream(ws.device.index)
     ws.note_stream(stream)
     args[_STAGES] = stages
     args[_STREAM] = stream
