@@ -14,7 +14,7 @@ class Config:
 
     tile_n               tokens of a tile: 8, 16, 32, 64, 128, 160 or 192; tiles above 64 with at
                          most half of them multiply half
-    num_math_warpgroups  4 or 2, each with 64 weight rows at a time
+    num_math_warpgroups  4, 3 or 2, each with 64 weight rows at a time
     k_slices             math warpgroups that share 64 weight rows and split K, where K is long
     cluster              CTAs that share the loads of their tokens: 1 or 2
     fold_intermediate    e4m3 only: fold the intermediate to one scale a row before the down GEMM,
@@ -44,10 +44,10 @@ def ladder(operand: str) -> tuple[Config, ...]:
         Config(16, 4),
         Config(32, 4),
         Config(64, 4),
-        # Arithmetic rules: the accumulators of a wider tile leave registers for two math
+        # Arithmetic rules: the accumulators of a wider tile leave registers for fewer math
         # warpgroups, and tokens take more of the L2 cache's rate than weights do. Scaling 32-blocks
         # in the loop would cost as much as the MMA, so FP8 folds the intermediate first.
-        Config(128, 2, cluster=2, fold_intermediate=fp8),
+        Config(128, 3 if fp8 else 2, cluster=2, fold_intermediate=fp8),
         Config(160, 2, cluster=2, fold_intermediate=fp8),
         Config(192, 2, cluster=2, fold_intermediate=fp8),
     )
@@ -58,9 +58,27 @@ def choose_config(problem: Problem, operand: str, tokens: int) -> Config:
 
     The smallest tile that holds the mean rows of an expert and two standard deviations more: under
     uniform routing few experts get more, and each tile beyond the first reads the expert's weights
-    again.
+    again. Where no tile holds them, three warpgroups, whose epilogues hide behind one another, if
+    their 384 rows a cluster leave little of the weights' rows over; else the widest.
     """
     mean_rows = problem.num_ranks * tokens * problem.top_k / problem.num_experts
     rungs = ladder(operand)
     needed = mean_rows + 2 * math.sqrt(mean_rows)
-    return next((c for c in rungs[:-1] if c.tile_n >= needed), rungs[-1])
+    for config in rungs[:-1]:
+        if config.tile_n >= needed:
+            return config
+    for config in rungs:
+        if config.num_math_warpgroups == 3 and _padding(problem, config) < 1.035:
+            return config
+    return rungs[-1]
+
+
+def _padding(problem: Problem, config: Config) -> float:
+    """Weight rows that both GEMMs multiply, over those that there are, each by its K."""
+    step = config.tile_m * config.cluster
+    gemms = (
+        (2 * problem.intermediate, problem.hidden),
+        (problem.hidden, problem.intermediate),
+    )
+    padded = sum(math.ceil(rows / step) * step * k for rows, k in gemms)
+    return padded / sum(rows * k for rows, k in gemms)
