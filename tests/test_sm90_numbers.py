@@ -48,8 +48,8 @@ def test_every_rung_is_within_the_bounds(name, config):
 
 @pytest.mark.parametrize("name", CASES)
 def test_rungs_agree_bit_for_bit(name):
-    """A row's sums do not depend on the tile around it. Folding the intermediate changes them, and so
-    does splitting K, where fp32 sums come in another order.
+    """A row's sums do not depend on the tile around it. Folding the intermediate changes them, and
+    so does splitting K, where fp32 sums come in another order.
     """
     layer = make_layer(name)
     x, _, topk_weights = make_inputs(150)
