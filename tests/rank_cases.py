@@ -31,8 +31,8 @@ def make_problem(ranks, **facts):
     return moe.Problem(**{**sizes, "num_ranks": ranks, **facts})
 
 
-def make_weights(problem, rank):
-    """(this rank's weights, those of the unsharded layer), the same on every call."""
+def source_weights(problem):
+    """w13, w2 and biases of all experts, the same on every call."""
     generator = torch.Generator().manual_seed(7)
     experts, hidden, inter = problem.num_experts, problem.hidden, problem.intermediate
     w13 = torch.randn(experts, 2 * inter, hidden, generator=generator) * hidden**-0.5
@@ -41,6 +41,12 @@ def make_weights(problem, rank):
     if problem.bias:
         bias["w13_bias"] = torch.randn(experts, 2 * inter, generator=generator)
         bias["w2_bias"] = torch.randn(experts, hidden, generator=generator)
+    return w13, w2, bias
+
+
+def make_weights(problem, rank):
+    """(this rank's weights, those of the unsharded layer), the same on every call."""
+    w13, w2, bias = source_weights(problem)
     own = slice(rank * problem.num_local_experts, (rank + 1) * problem.num_local_experts)
     shard = moe.prepare_weights(
         w13[own], w2[own], problem, rank=rank, **{n: t[own] for n, t in bias.items()}
@@ -357,6 +363,20 @@ def fleet(env):
             again = formats.dequantize(h.dispatch(formats.quantize(x, wire)))
             done[wire, "given"] = torch.equal(again, rows)
     return done
+
+
+def sample(env, code):
+    """The README's sample gives this rank's rows of the unsharded layer."""
+    problem = make_problem(env.size)
+    w13, w2, _ = source_weights(problem)
+    own = slice(env.rank * 3, env.rank * 3 + 3)
+    inputs = draw_round(problem, 31, "uniform", sizes=[3, 1, 0, 2])
+    x, topk_ids, topk_weights = inputs[env.rank]
+    names = {"torch": torch, "moe": moe, "w13": w13[own], "w2": w2[own], "x": x}
+    names |= {"topk_ids": topk_ids, "topk_weights": topk_weights}
+    exec(code, names)
+    _, full = make_weights(problem, env.rank)
+    return torch.equal(names["y"], unsharded(inputs, env.rank, full, None))
 
 
 def create_and_close(env, times):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import rank_cases as cases
 from rank_pool import Pool
@@ -101,6 +104,24 @@ def test_groups_in_one_job_do_not_meet(ranks):
 def test_fleet_serves_own_experts(ranks):
     for done in ranks.run(cases.fleet):
         assert all(done.values()), done
+
+
+def test_readme_sample_runs_as_it_stands(ranks):
+    text = (Path(__file__).resolve().parents[1] / "README.md").read_text()
+    _, sample = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    changes = {
+        "torch.distributed.init_process_group()\n": "",
+        "7168": "128",
+        "2048": "64",
+        "num_experts=256": "num_experts=12",
+        "top_k=8": "top_k=3",
+        "4096": "16",
+        "num_ranks=8": "num_ranks=4",
+    }
+    for large, small in changes.items():
+        assert large in sample
+        sample = sample.replace(large, small)
+    assert all(ranks.run(cases.sample, sample))
 
 
 def test_workspaces_come_and_go(ranks):

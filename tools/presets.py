@@ -27,17 +27,28 @@ class Preset:
 
     sizes   the keyword arguments of its ``Problem``, but for max_tokens, format and act
     tokens  token counts worth timing, ascending
+    ranks   over how many the model's experts are spread
     """
 
     name: str
     sizes: dict[str, Any]
     tokens: tuple[int, ...]
+    ranks: int = 1
 
     def problem(
         self, fmt: str = "auto", act: str = "auto", max_tokens: int | None = None
     ) -> Problem:
         """The layer's ``Problem``; ``max_tokens`` defaults to the largest count worth timing."""
         return Problem(**self.sizes, format=fmt, act=act, max_tokens=max_tokens or max(self.tokens))
+
+    def sharded(self, num_ranks: int | None = None, **facts: Any) -> Problem:
+        """The model's layer over ``num_ranks`` (None: the preset's own) with all of its experts.
+
+        facts  further fields of ``Problem``; max_tokens defaults as in ``problem``
+        """
+        sizes = {**self.sizes, "num_experts": self.sizes["num_experts"] * self.ranks}
+        facts = {"max_tokens": max(self.tokens), **facts}
+        return Problem(**sizes, num_ranks=num_ranks or self.ranks, **facts)
 
 
 def shapes_path() -> Path:
@@ -64,8 +75,10 @@ def load(names: Iterable[str] = (), path: Path | None = None) -> list[Preset]:
 
 def _parse(name: str, entry: dict[str, Any]) -> Preset:
     tokens = entry.pop("tokens")
+    ranks = entry.pop("ranks", 1)
     constants = {key: entry.pop(key) for key in _ACTIVATION if key in entry}
-    preset = Preset(name, {**entry, "activation": SwiGLU(**constants)}, tuple(sorted(tokens)))
+    sizes = {**entry, "activation": SwiGLU(**constants)}
+    preset = Preset(name, sizes, tuple(sorted(tokens)), ranks)
     preset.problem()  # a preset with sizes that no Problem takes fails here, with its message
     return preset
 
