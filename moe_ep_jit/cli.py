@@ -156,6 +156,9 @@ def _add_precompile(commands: Any) -> None:
     )
     _presets(precompile)
     precompile.add_argument(
+        "--ranks", type=_positive, help="for calls of so many ranks; default: one rank's own layer"
+    )
+    precompile.add_argument(
         "--jobs", type=_positive, default=None, help="processes; default: what CPU and memory allow"
     )
     _json(precompile)
@@ -170,7 +173,7 @@ def _precompile(args: argparse.Namespace, console: Console) -> int:
         job
         for preset in presets.load(args.preset)
         for fmt in _formats(args)
-        for job in presets.jobs(preset.problem(fmt, args.act), args.arch)
+        for job in presets.jobs(preset.problem(fmt, args.act, ranks=args.ranks), args.arch)
     ]
     columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     notes = Console(stderr=True)
@@ -365,13 +368,13 @@ def _add_plan(commands: Any) -> None:
 def _plan(args: argparse.Namespace, console: Console) -> int:
     from moe_ep_jit.tools import plan, presets
 
-    facts = {"max_tokens": args.tokens, "max_recv_rows": args.max_recv_rows, "act": args.act}
-    facts = {name: value for name, value in facts.items() if value is not None}
-    plans = [
-        plan.make(preset.name, preset.sharded(args.ranks, format=fmt, **facts))
-        for preset in presets.load(args.preset)
-        for fmt in _formats(args)
-    ]
+    plans = []
+    for preset in presets.load(args.preset):
+        for fmt in _formats(args):
+            ranks = args.ranks or preset.ranks
+            problem = preset.problem(fmt, args.act, args.tokens, ranks)
+            problem = problem.with_(max_recv_rows=args.max_recv_rows)
+            plans.append(plan.make(preset.name, problem))
     plan.show(plans, console, args.json)
     return 0
 

@@ -333,7 +333,10 @@ class Exchange:
         out[: route.live] = reference.weighted_sum(rows, route.valid, scales).to(out.dtype)
 
     def close(self) -> None:
-        """Give the buffers back. Views that were returned stay valid."""
+        """Wait for the device and give the buffers back. Views that were returned stay valid."""
+        # After a failure the device may be waiting for a rank that does not come.
+        if self.device.type == "cuda" and self.peers.broken is None:
+            torch.cuda.synchronize(self.device)
         self._memory = None
 
     def _words(self, problem: Problem, counts: torch.Tensor) -> torch.Tensor:

@@ -343,6 +343,8 @@ class Workspace:
         """
         if self._closed:
             return
+        if self.exchange is not None:
+            self.exchange.close()
         if self.arch is not None:
             torch.cuda.synchronize(self.device)
         code = self._error[layout.ERROR_CODE]
@@ -352,7 +354,6 @@ class Workspace:
         self.functions.clear()
         del self._error, self._record, self._regions, self._outputs
         if self.local is not None:
-            self.exchange.close()
             self.local.close()
         if code:
             raise RuntimeError(_explain(code))

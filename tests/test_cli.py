@@ -85,6 +85,15 @@ def test_jobs_are_distinct_and_ignore_capacity(fmt):
     json.dumps([job.facts for job in jobs])
 
 
+def test_jobs_of_several_ranks_are_those_of_the_experts_layer():
+    (preset,) = presets.load(["dsv3-ep8"])
+    jobs = presets.jobs(preset.problem("mxfp8", ranks=8), "sm_90a")
+    for job in jobs:
+        facts = (job.facts["num_experts"], job.facts["top_k"], job.facts["x_kind"])
+        assert facts == (32, 1, "mxfp8")
+    assert len(jobs) == len(presets.jobs(preset.problem("mxfp8"), "sm_90a"))
+
+
 # Commands
 
 

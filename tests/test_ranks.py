@@ -124,6 +124,16 @@ def test_readme_sample_runs_as_it_stands(ranks):
     assert all(ranks.run(cases.sample, sample))
 
 
+def test_compiled_experts_take_the_same_road(ranks):
+    for done in ranks.run(cases.compiled):
+        assert all(done.values()), done
+
+
+def test_bytes_on_the_wire_are_those_of_the_routed_rows(ranks):
+    for sent, want in ranks.run(cases.traffic):
+        assert sent == want
+
+
 def test_workspaces_come_and_go(ranks):
     assert all(ranks.run(cases.create_and_close, 20))
 
@@ -146,11 +156,22 @@ def test_a_late_rank_is_named_with_phase_and_timeout(tmp_path):
         assert closing is None
 
 
-@pytest.mark.parametrize("who", [0, 2])
-def test_a_dead_rank_is_named_and_the_others_go_on(tmp_path, who):
+def test_a_rank_that_builds_its_workspace_late_is_named(tmp_path):
+    pool = Pool(2, tmp_path)
+    try:
+        (kind, message), _ = pool.run(cases.late_to_build, 1, 0.5)
+    finally:
+        pool.close()
+    assert kind == "RuntimeError"
+    assert "rank 0 of 2, phase 'comparing problems'" in message
+    assert "(timeout 0.5 s) for rank 1 (" in message
+
+
+@pytest.mark.parametrize(("who", "phase"), [(0, "count exchange"), (2, "dispatch")])
+def test_a_dead_rank_is_named_and_the_others_go_on(tmp_path, who, phase):
     pool = Pool(3, tmp_path)
     try:
-        found = pool.run(cases.dies, who, str(tmp_path))
+        found = pool.run(cases.dies, who, str(tmp_path), phase)
     finally:
         pool.close()
     for rank, answer in enumerate(found):
@@ -159,8 +180,8 @@ def test_a_dead_rank_is_named_and_the_others_go_on(tmp_path, who):
             continue
         (kind, message), checked, same = answer
         assert kind == "RuntimeError"
-        assert f"rank {rank} of 3, phase " in message
-        assert f"rank {who}" in message
-        assert "timeout 20 s" in message
+        assert f"rank {rank} of 3, phase {phase!r}: waited" in message
+        assert f"rank {who} (" in message or "one of ranks" in message
+        assert "(timeout 20 s)" in message
         assert checked[0] == "RuntimeError"
         assert same

@@ -36,19 +36,21 @@ class Preset:
     ranks: int = 1
 
     def problem(
-        self, fmt: str = "auto", act: str = "auto", max_tokens: int | None = None
+        self,
+        fmt: str = "auto",
+        act: str = "auto",
+        max_tokens: int | None = None,
+        ranks: int | None = None,
     ) -> Problem:
-        """The layer's ``Problem``; ``max_tokens`` defaults to the largest count worth timing."""
-        return Problem(**self.sizes, format=fmt, act=act, max_tokens=max_tokens or max(self.tokens))
+        """The layer's ``Problem``; ``max_tokens`` defaults to the largest count worth timing.
 
-    def sharded(self, num_ranks: int | None = None, **facts: Any) -> Problem:
-        """The model's layer over ``num_ranks`` (None: the preset's own) with all of its experts.
-
-        facts  further fields of ``Problem``; max_tokens defaults as in ``problem``
+        ranks  None: one rank's experts as a layer of their own; else all experts over so many ranks
         """
-        sizes = {**self.sizes, "num_experts": self.sizes["num_experts"] * self.ranks}
-        facts = {"max_tokens": max(self.tokens), **facts}
-        return Problem(**sizes, num_ranks=num_ranks or self.ranks, **facts)
+        sizes = dict(self.sizes)
+        if ranks is not None:
+            sizes["num_experts"] *= self.ranks
+        tokens = max_tokens or max(self.tokens)
+        return Problem(**sizes, format=fmt, act=act, max_tokens=tokens, num_ranks=ranks or 1)
 
 
 def shapes_path() -> Path:
@@ -102,9 +104,12 @@ def jobs(
     """What ``precompile.run`` has to build so that calls of this layer never compile.
 
     configs  None: every rung of the ladder
-    x_kind   what a call's x is: "bf16", or ``BlockScaled`` "mxfp8" or "nvfp4"
+    x_kind   what a call's x is: "bf16", or ``BlockScaled`` "mxfp8" or "nvfp4"; with several ranks
+             it is what crosses the wire, whatever is said here
     """
     problem = variants.choose_variant(problem, arch).problem
+    if problem.num_ranks > 1:
+        x_kind, problem = problem.payload, problem.local
     operand = variants.operand_of(problem)
     rungs = variants.ladder(arch, operand) if configs is None else tuple(configs)
     module = variants.kernels_module(arch, "facts")
