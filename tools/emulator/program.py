@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from moe_ep_jit.tools.emulator.ptx import Entry, Instruction, Operand
 
@@ -71,8 +72,9 @@ class Block:
     #: Something between the branch and the join can wait: warps that differ go separate ways.
     waits: bool = False
 
-    @property
+    @cached_property
     def special(self) -> Instruction | None:
+        """The instruction of a block that may wait."""
         only = len(self.instructions) == 1 and is_special(self.instructions[0])
         return self.instructions[0] if only else None
 

@@ -46,6 +46,15 @@ class Synchronize:
             return np.full(self.count, self.cta.symbol(operand.value), np.int64)
         raise Fault(f"operand of kind {operand.kind}")
 
+    def still_waits(self) -> bool:
+        """Whether what these threads wait for is as it was, so that asking again is in vain."""
+        if isinstance(self.wait, list):
+            return all(b.generation == g for b, g, _ in self.wait)
+        kind, what = self.wait
+        if kind == "mbarrier":
+            return all(barrier.phase == phase for barrier, phase in what)
+        return kind == "warpgroup"
+
     def special_instruction(self, i: Instruction) -> bool:
         """Carry out an instruction that may wait; whether it is done."""
         if i.op.startswith("wgmma."):
@@ -133,6 +142,8 @@ class Synchronize:
         """(mbarrier, places in ``lanes``) of shared addresses."""
         found = []
         wanted = addresses[lanes]
+        if len(wanted) and wanted.min() == wanted.max():
+            return [(self.cta.mbarrier(int(wanted[0])), slice(None))]
         for address in np.unique(wanted):
             places = np.flatnonzero(wanted == address)
             found.append((self.cta.mbarrier(int(address)), places))
@@ -195,14 +206,16 @@ class Synchronize:
         barriers = self._mbarriers(addresses, lanes)
         for barrier, places in barriers:
             mine = lanes[places]
-            done[mine] = [barrier.is_done(int(p)) for p in parities[mine]]
-        waiting = lanes[~done[lanes]]
-        if len(waiting):
-            self.wait = ("mbarrier", [b for b, places in barriers if not done[lanes[places]].all()])
+            done[mine] = barrier.phase & 1 != parities[mine].astype(np.int64) & 1
+        waits = np.zeros(self.count, bool)
+        waits[lanes] = ~done[lanes]
+        if waits.any():
+            open_ = [b for b, places in barriers if waits[lanes[places]].any()]
+            self.wait = ("mbarrier", [(barrier, barrier.phase) for barrier in open_])
             passes = done.reshape(-1, 32).any(axis=1)
-            waits = np.isin(np.arange(self.count), waiting).reshape(-1, 32).any(axis=1)
+            waits = waits.reshape(-1, 32).any(axis=1)
             apart = np.flatnonzero(np.repeat(passes & ~waits, 32))
-            if len(apart) and self.wgmma.empty:
+            if len(apart):
                 held, self.wait = self.wait, None
                 self.split_off(apart, self.pc)
                 self.keep_only(np.flatnonzero(np.repeat(~(passes & ~waits), 32)))
@@ -280,7 +293,7 @@ class Synchronize:
             return "nothing"
         kind, what = self.wait
         if kind == "mbarrier":
-            return ", ".join(barrier.describe() for barrier in what)
+            return ", ".join(barrier.describe() for barrier, _ in what)
         if kind == "grid":
             return "the grid before"
         return f"{kind} ({what})" if kind != "cluster" else self.cta.cluster.describe()

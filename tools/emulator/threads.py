@@ -48,6 +48,8 @@ class Threads(MemoryAccess, WarpWide, Synchronize):
 
     def run(self) -> bool:
         """Run until something waits, the end, or the end of this turn; whether anything ran."""
+        if self.wait is not None and self.still_waits():
+            return False
         code, program = self.code, self.code.program
         for turn in range(_BLOCKS_A_TURN):
             while self.pc == self.join:
@@ -163,7 +165,6 @@ class Threads(MemoryAccess, WarpWide, Synchronize):
 
     def split_off(self, lanes: np.ndarray, pc: int) -> Threads:
         """New ``Threads`` of these lanes (whole warps), going on at ``pc``."""
-        self.wgmma.must_be_empty("warps part")
         other = Threads(self.cta, self.code, self.tids[lanes], [
             r if r is None or not isinstance(r, np.ndarray) else r[lanes] for r in self.R
         ])  # fmt: skip
@@ -171,6 +172,7 @@ class Threads(MemoryAccess, WarpWide, Synchronize):
         other.mask = _some(self.mask, lanes)
         other.stack = [(_some(m, lanes), p, j) for m, p, j in self.stack]
         other.gone = _some(self.gone, lanes)
+        other.wgmma = self.wgmma.part(lanes)
         other._tidy()
         self.cta.groups.append(other)
         return other
@@ -182,6 +184,7 @@ class Threads(MemoryAccess, WarpWide, Synchronize):
         self.mask = _some(self.mask, lanes)
         self.stack = [(_some(m, lanes), p, j) for m, p, j in self.stack]
         self.gone = _some(self.gone, lanes)
+        self.wgmma = self.wgmma.part(lanes)
         self.constants, self.specials = {}, {}
         self._tidy()
 
@@ -236,11 +239,20 @@ class Threads(MemoryAccess, WarpWide, Synchronize):
             and self.gone is None
             and other.gone is None
             and self.join == other.join
-            and self.wait is None
-            and other.wait is None
-            and self.wgmma.empty
-            and other.wgmma.empty
+            and self._only_waits_for_warps()
+            and other._only_waits_for_warps()
+            and self.wgmma.shape() == other.wgmma.shape()
         )
+
+    def _only_waits_for_warps(self) -> bool:
+        return self.wait is None or (isinstance(self.wait, tuple) and self.wait[0] == "warpgroup")
+
+    def whole_warpgroups(self) -> bool:
+        """Whether these threads are all of some warpgroups."""
+        if self.count % 128:
+            return False
+        groups = self.tids.reshape(-1, 128)
+        return bool((groups[:, 0] % 128 == 0).all() and (groups[:, -1] == groups[:, 0] + 127).all())
 
     def merge(self, other: Threads) -> None:
         """Take in the threads of ``other``, which stand at the same place."""
@@ -249,10 +261,14 @@ class Threads(MemoryAccess, WarpWide, Synchronize):
         live = self.code.program.blocks[self.pc].live_in
         for index in range(len(self.R)):
             mine, theirs = self.R[index], other.R[index]
+            if isinstance(mine, wgmma.InFlight):
+                continue
             if index in live and mine is not None and theirs is not None:
                 self.R[index] = np.concatenate((mine, theirs))[order]
             else:
                 self.R[index] = None
+        self.wgmma.merge(other.wgmma, order)
+        self.wait = None
         self.tids, self.count = tids[order], len(tids)
         self.constants, self.specials = {}, {}
 
@@ -260,11 +276,10 @@ class Threads(MemoryAccess, WarpWide, Synchronize):
         """Whether warpgroups may go apart here, so that a seed shows what that changes."""
         return (
             self.count > 128
-            and self.count % 128 == 0
             and self.mask is None
             and not self.stack
             and self.wait is None
-            and self.wgmma.empty
+            and self.whole_warpgroups()
             and self.pc >= 0
         )
 

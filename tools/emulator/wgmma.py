@@ -8,6 +8,7 @@ who writes it too early.
 from __future__ import annotations
 
 import re
+from copy import copy
 from functools import cache
 from typing import Any
 
@@ -64,6 +65,17 @@ class Product:
         self.accumulate: np.ndarray | None = None
         self.negate = (False, False)
 
+    def part(self, lanes: np.ndarray) -> Product:
+        other = copy(self)
+        other.a, other.b = self.a[..., lanes], self.b[lanes]
+        other.accumulate = self.accumulate[lanes]
+        return other
+
+    def merge(self, other: Product, order: np.ndarray) -> None:
+        for name in ("a", "b", "accumulate"):
+            both = np.concatenate((getattr(self, name), getattr(other, name)), axis=-1)
+            setattr(self, name, both[..., order])
+
 
 class Groups:
     """The wgmmas of a ``Threads`` that have not been waited for."""
@@ -82,6 +94,26 @@ class Groups:
         if not self.empty:
             raise Fault(f"{when} while a wgmma runs that nobody has waited for")
 
+    def part(self, lanes: np.ndarray) -> Groups:
+        """What runs for these lanes alone."""
+        other = Groups()
+        other.open = [p.part(lanes) for p in self.open]
+        other.committed = [[p.part(lanes) for p in group] for group in self.committed]
+        other.values = {r: v[lanes] for r, v in self.values.items()}
+        other.fenced = self.fenced
+        return other
+
+    def shape(self) -> list[list[int]]:
+        """Which wgmmas run, by their lines: groups of the same shape can be merged."""
+        return [[p.instruction.line for p in g] for g in (*self.committed, self.open)]
+
+    def merge(self, other: Groups, order: np.ndarray) -> None:
+        """Take in what runs for other threads at the same place."""
+        for mine, theirs in zip(self._running(), other._running(), strict=True):
+            mine.merge(theirs, order)
+        for register, value in other.values.items():
+            self.values[register] = np.concatenate((self.values[register], value))[order]
+
     def _running(self) -> list[Product]:
         return [p for group in (*self.committed, self.open) for p in group]
 
@@ -94,9 +126,13 @@ class Groups:
                 )
 
     def instruction(self, threads: Any, i: Instruction) -> bool:
-        lanes = threads.count if threads.mask is None else int(threads.mask.sum())
-        if lanes != threads.count or threads.count % 128 or (threads.tids[::128] % 128).any():
-            raise Fault(f"{i.parts[0]}.{i.parts[1]} by part of a warpgroup")
+        if threads.mask is not None:
+            raise Fault(f"{i.parts[0]}.{i.parts[1]} by part of a warp")
+        if not threads.whole_warpgroups():
+            # The other warps of the warpgroup come to the same place, or nothing goes on.
+            threads.wait = ("warpgroup", "the rest of it")
+            return False
+        threads.wait = None
         if i.op.startswith("wgmma.fence"):
             self.fenced = True
         elif i.op.startswith("wgmma.commit_group"):
