@@ -21,14 +21,13 @@ _STAGES = list(layout.LAUNCH_ARGS).index("stages")
 class Object:
     """One cache entry: its host code behind the launch stand-in, its kernels as programs."""
 
-    def __init__(self, folder: Path) -> None:
-        self.module = ptx.parse((folder / entries.PTX).read_text())
+    def __init__(self, folder: Path, text: str | None = None, traced: bool = False) -> None:
+        """text: PTX to run in place of the entry's; traced: the machine's tracer sees each line."""
+        self.folder = folder
+        self.text = (folder / entries.PTX).read_text() if text is None else text
+        self.module = ptx.parse(self.text)
         self.host = HostFunction(folder / entries.OBJECT, self.module)
-        self.kernels = {name: Kernel(self.module, name) for name in self.module.entries}
-
-    def trace(self) -> None:
-        """Compile the kernels so that each instruction is shown to the machine's tracer."""
-        self.kernels = {name: Kernel(self.module, name, True) for name in self.module.entries}
+        self.kernels = {name: Kernel(self.module, name, traced) for name in self.module.entries}
 
 
 @cache

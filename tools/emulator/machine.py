@@ -88,10 +88,13 @@ class Launch:
     def start(self) -> None:
         self.started = True
         r = self.request
-        horizon = self.first_uid
-        earlier = self.before
+        # What a dependent grid may see before its griddepcontrol.wait leaves the grid before out,
+        # however far that has come here: on hardware it may have only begun.
+        horizon, earlier = self.first_uid, self.before
+        if r.dependent:
+            horizon = 1 if earlier is None else earlier.first_uid
         while earlier is not None and not earlier.complete:
-            horizon, earlier = earlier.first_uid, earlier.before
+            horizon, earlier = min(horizon, earlier.first_uid), earlier.before
         clusters: dict[tuple[int, ...], Cluster] = {}
         uid = self.first_uid
         for z in range(r.grid[2]):
@@ -182,7 +185,6 @@ class CTA:
         self.shared = mem.Memory(
             "shared", 0, np.zeros(-(-end // 16) * 16, np.uint8), written=False, granule=1
         )
-        self.waited = np.zeros(self.threads, bool)
         self.triggered = self.done = False
         self.named: dict[int, NamedBarrier] = {}
         self.mbarriers: dict[int, MBarrier] = {}
@@ -416,7 +418,7 @@ class Machine:
         """Run launches of one stream to their end. A Fault is the first thing found wrong."""
         self.launches, self.under_way, self.published = [], [], {}
         self.random = random.Random(self.seed)
-        uid = 1
+        uid = 2  # 0: what no kernel has written; 1: the host's side of a dependent first grid
         for number, (kernel, request) in enumerate(work):
             check_request(kernel, request)
             launch = Launch(self, kernel, request, number, uid)

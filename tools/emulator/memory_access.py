@@ -164,16 +164,13 @@ class MemoryAccess:
 
     def check_global_write(self, part: Memory, offsets: np.ndarray, tids: np.ndarray) -> None:
         """Before griddepcontrol.wait the grids before may still use what is written."""
-        launch = self.cta.launch
-        if launch.before_is_complete():
-            return
-        early = ~self.cta.waited[tids]
-        if early.any():
-            place = int(np.flatnonzero(early)[0])
-            raise Fault(
-                f"thread {tids[place]} writes {part.name} + {int(offsets[place])} before its "
-                "griddepcontrol.wait, while the grid before still runs"
-            )
+        for view, places in self.cta.clock.groups(tids):
+            if view.horizon < self.cta.launch.first_uid:
+                offset = int(offsets[places][0])
+                raise Fault(
+                    f"thread {int(tids[places][0])} writes {part.name} + {offset} before its "
+                    "griddepcontrol.wait, while the grid before may still run"
+                )
 
     def synchronizes(
         self, part: Memory, offsets: np.ndarray, tids: np.ndarray, reads: bool, order: str

@@ -244,7 +244,6 @@ class Synchronize:
             self.wait = ("grid", self.cta.launch)
             return False
         self.wait = None
-        self.cta.waited[tids] = True
         self.cta.clock.see_grids(tids, self.cta.launch.first_uid)
         return True
 
