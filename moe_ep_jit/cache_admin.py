@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from moe_ep_jit import cache_key, entries, jit
+from moe_ep_jit import cache_key, entries, jit, tuned
 from moe_ep_jit.entries import (
     BROKEN,
     KEY,
@@ -231,6 +231,7 @@ def _remove(own: Path, folder: Path) -> bool:
 def pack(path: str | os.PathLike) -> dict[str, Any]:
     """Write every usable entry to the tar file ``path`` (.tar, .tar.gz, .tar.xz): ``path``,
     ``entries`` (count), ``bytes`` of the file. It serves machines with this CPU and these versions.
+    What ``tune`` has found goes along, for machines with that GPU.
     ``RuntimeError`` if there is nothing to pack or no place for it; the file appears whole or not
     at all."""
     path = Path(path)
@@ -260,6 +261,9 @@ def pack(path: str | os.PathLike) -> dict[str, Any]:
                 for name in _FILES:
                     if (folder / name).is_file():
                         _add(archive, f"{member}/{name}", (folder / name).read_bytes())
+            for arch in ARCHES:
+                if gpus := tuned.collect(arch):
+                    _add(archive, f"{arch}/{tuned.FILE}", tuned.dump(gpus))
         partial.replace(path)
     except BrokenEntryError as error:
         raise RuntimeError(f"{error}; run: moe-ep-jit cache verify") from error
@@ -284,15 +288,22 @@ def unpack(path: str | os.PathLike) -> dict[str, Any]:
     """Put the entries of a packed cache into the user's own folder: ``added``, ``present`` (were
     there and good), ``foreign`` (for another CPU or version; not taken), ``untrusted`` (there now,
     but in a folder or a file that others can write, so that loading refuses them; ``verify`` has
-    the command), each a list of names.
+    the command), ``tuned`` (layers with winners of ``tune`` that were not there), each a list of
+    names.
 
     The whole archive is checked before the first entry is placed: names, sizes, kinds, the key
     against the folder's name, and every digest. ``ValueError`` for an archive that fails. Digests
     find damage, not malice: an archive holds native code, so take it only from where you trust.
     """
-    contents = _contents(Path(path))
+    contents, winners = _contents(Path(path))
     own = jit.require_writable()
-    result: dict[str, Any] = {"added": [], "present": [], "foreign": [], "untrusted": []}
+    result: dict[str, Any] = {name: [] for name in ("added", "present", "foreign", "untrusted")}
+    result["tuned"] = [
+        f"{arch}/{gpu}/{layer}"
+        for arch, gpus in winners.items()
+        for gpu, layers in tuned.store(arch, gpus, replace=False).items()
+        for layer in layers
+    ]
     current: dict[tuple[str, str], dict[str, Any]] = {}
     for member, files in contents.items():
         state, _ = _state(json.loads(files[KEY]), current)
@@ -318,30 +329,29 @@ def _place(own: Path, member: str, files: dict[str, bytes]) -> str:
     return "added"
 
 
-def _contents(path: Path) -> dict[str, dict[str, bytes]]:
-    """arch/name/fingerprint -> file name -> content, all checked; ``ValueError`` otherwise."""
+def _contents(path: Path) -> tuple[dict[str, dict[str, bytes]], dict[str, tuned.Gpus]]:
+    """(arch/name/fingerprint -> file name -> content, arch -> winners of ``tune``), all checked;
+    ``ValueError`` otherwise."""
     found: dict[str, dict[str, bytes]] = {}
+    winners: dict[str, tuned.Gpus] = {}
     try:
         with tarfile.open(path, "r:*") as archive:
             for info in archive:
                 parts = PurePosixPath(info.name).parts
-                entry_like = (
-                    info.isreg()
-                    and len(parts) == 4
-                    and parts[0] in ARCHES
-                    and not any(part.startswith((".", "/")) for part in parts)
-                    and parts[3] in _FILES
-                )
-                check(entry_like, f"{path}: {info.name!r} is no part of a packed cache")
+                check(_packable(info), f"{path}: {info.name!r} is no part of a packed cache")
                 check(
                     info.size <= _MAX_FILE_BYTES,
                     f"{path}: {info.name}: expected at most {_MAX_FILE_BYTES} bytes,"
                     f" got {info.size}",
                 )
                 reader = archive.extractfile(info)
+                content = reader.read() if reader else b""
+                if parts[1:] == (tuned.FILE,):
+                    winners[parts[0]] = _parsed_winners(path, info.name, content)
+                    continue
                 files = found.setdefault("/".join(parts[:3]), {})
                 check(parts[3] not in files, f"{path}: {info.name} is there twice")
-                files[parts[3]] = reader.read() if reader else b""
+                files[parts[3]] = content
     except (tarfile.TarError, EOFError, OSError) as error:
         raise ValueError(f"{path}: not a whole tar file ({error}); pack it again") from error
     check(bool(found), f"{path}: holds no entry; pack it again")
@@ -354,4 +364,21 @@ def _contents(path: Path) -> dict[str, dict[str, bytes]]:
                 raise BrokenEntryError(f"{member}: expected the files {sorted(named)} of {arch}")
         except BrokenEntryError as error:
             raise ValueError(f"{path}: {error}; pack it again") from error
-    return found
+    return found, winners
+
+
+def _packable(info: tarfile.TarInfo) -> bool:
+    """Whether a member can be part of an entry, or what ``tune`` has found."""
+    parts = PurePosixPath(info.name).parts
+    if not info.isreg() or parts[:1] not in [(arch,) for arch in ARCHES]:
+        return False
+    if any(part.startswith((".", "/")) for part in parts):
+        return False
+    return parts[1:] == (tuned.FILE,) or (len(parts) == 4 and parts[3] in _FILES)
+
+
+def _parsed_winners(path: Path, name: str, content: bytes) -> tuned.Gpus:
+    try:
+        return tuned.parse(content)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: {name}: {error}; pack it again") from error

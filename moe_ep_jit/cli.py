@@ -1,4 +1,4 @@
-"""``moe-ep-jit``: demo, precompile, cache, bench, doctor.
+"""``moe-ep-jit``: demo, precompile, cache, bench, tune, doctor.
 
 Each command imports what it needs when it runs, so that ``doctor`` works where torch does not.
 """
@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from datetime import datetime
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -76,6 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_precompile(commands)
     _add_cache(commands)
     _add_bench(commands)
+    _add_tune(commands)
     doctor = _command(commands, "doctor", _doctor, "what this machine has and what is wrong")
     _json(doctor)
     return parser
@@ -331,6 +333,7 @@ def _cache_unpack(args: argparse.Namespace, console: Console) -> int:
         added, present, foreign = (len(result[k]) for k in ("added", "present", "foreign"))
         console.print(
             f"{added} objects added, {present} were there, {foreign} are for other machines"
+            + (f"; {len(result['tuned'])} tuned layers added" if result["tuned"] else "")
         )
         if result["untrusted"]:
             console.print(
@@ -344,6 +347,9 @@ def _cache_unpack(args: argparse.Namespace, console: Console) -> int:
 
 # bench
 
+#: Only what measures has these; with ``--from`` they would be dropped silently.
+_MEASURING = ("sustained", "peer", "iterations", "seed", "commit")
+
 
 def _add_bench(commands: Any) -> None:
     bench = _command(commands, "bench", _bench, "time the presets on this GPU against its floors")
@@ -352,28 +358,170 @@ def _add_bench(commands: Any) -> None:
         "--tokens", type=_positive, nargs="+", default=[], help="default: the preset's own counts"
     )
     bench.add_argument(
+        "--skew",
+        nargs="+",
+        default=[],
+        choices=("uniform", "zipf", "hot", "one"),
+        help="routing: zipf is Zipf(1.2), hot has every token on one expert besides uniform ones, "
+        "one has every token on one expert alone; default: uniform",
+    )
+    bench.add_argument(
+        "--sustained", action="store_true", help="also 1.5 s back to back, with clock and power"
+    )
+    bench.add_argument(
+        "--peer",
+        action="append",
+        choices=("torch", "flashinfer"),
+        help="also time it, in this process; repeatable",
+    )
+    bench.add_argument(
+        "--iterations", type=_positive, help="calls behind a median; default and least: 30"
+    )
+    bench.add_argument("--seed", type=int, help="of the random data; default: 0")
+    bench.add_argument("--commit", metavar="ID", help="for the rows; default: what git says")
+    instead = bench.add_mutually_exclusive_group()
+    instead.add_argument(
+        "--from",
+        dest="source",
+        type=Path,
+        metavar="FILE",
+        help="measure nothing: take the newest rows of a file of JSON lines; needs no GPU",
+    )
+    bench.add_argument(
+        "--compare",
+        type=Path,
+        metavar="FILE",
+        help="with the newest rows of a file: warn at 5 %% slower, exit with 1 at 15 %%",
+    )
+    bench.add_argument(
+        "--plot", type=Path, metavar="DIR", help="draw DIR/<preset>.svg: time against tokens"
+    )
+    instead.add_argument(
+        "--ladder", action="store_true", help="measure nothing: list the rungs and their reasons"
+    )
+    bench.add_argument("--json", action="store_true", help="print one JSON line for each row")
+
+
+def _bench(args: argparse.Namespace, console: Console) -> int:
+    from moe_ep_jit.tools import bench, presets, results
+
+    if args.ladder:
+        return _ladder(args, console)
+    output = results.Output(args.json, args.compare, args.plot)
+    if args.source is not None:
+        return _bench_from(args, output, console)
+    request = bench.Request(
+        presets=presets.load(args.preset),
+        formats=_formats(args),
+        act=args.act,
+        tokens=args.tokens,
+        iterations=args.iterations or 30,
+        seed=args.seed or 0,
+        patterns=tuple(dict.fromkeys(args.skew)) or ("uniform",),
+        others=tuple(dict.fromkeys(args.peer or ())),
+        sustained=args.sustained,
+    )
+    return bench.run(request, output, console, args.commit)
+
+
+def _bench_from(args: argparse.Namespace, output: Any, console: Console) -> int:
+    from moe_ep_jit.tools import results
+
+    for name in _MEASURING:
+        given = getattr(args, name)
+        check(
+            given is None or given is False,
+            f"--{name}: expected none with --from, which measures nothing; leave one of them out",
+        )
+    output.check()
+    rows, left_out = results.read(args.source)
+    if left_out:
+        notes = Console(stderr=True, highlight=False)
+        notes.print(f"{escape(str(args.source))}: {left_out} rows lack an identity or a time")
+    chosen = results.select(
+        results.newest(rows),
+        preset=args.preset,
+        format=args.format or (),
+        act=() if args.act == "auto" else (args.act,),
+        tokens=args.tokens,
+        routing=args.skew,
+    )
+    check(
+        bool(chosen),
+        f"--from {args.source}: expected rows of what was asked for, got none of {len(rows)}; ask "
+        "for less, or add some with `moe-ep-jit bench --json`",
+    )
+    return results.show(chosen, output, console)
+
+
+def _ladder(args: argparse.Namespace, console: Console) -> int:
+    from moe_ep_jit.tools import bench
+
+    check(
+        args.compare is None and args.plot is None,
+        "--ladder: expected no --compare and no --plot beside it, got one; the list has no times, "
+        "so leave one of them out",
+    )
+    rows = [row for arch in ARCHES for row in bench.ladder_rows(arch)]
+    if args.json:
+        console.print_json(data=rows)
+        return 0
+    table = Table("arch", "operand", "rung", "why", box=None)
+    for row in rows:
+        table.add_row(row["arch"], row["operand"], row["config"], row["reason"] or "-")
+    console.print(table)
+    return 0
+
+
+# tune
+
+
+def _add_tune(commands: Any) -> None:
+    summary = "time every rung of the ladder on this GPU and keep the winners for later calls"
+    tune = _command(commands, "tune", _tune, summary)
+    _presets(tune)
+    tune.add_argument(
+        "--sizes",
+        type=_positive,
+        nargs=4,
+        metavar=("HIDDEN", "INTERMEDIATE", "EXPERTS", "TOP_K"),
+        help="a layer that no preset describes, instead of --preset",
+    )
+    tune.add_argument(
+        "--tokens",
+        type=_positive,
+        nargs="+",
+        default=[],
+        help="a winner serves calls from half of its count up to it; default: 1, 2, 4, ... up to "
+        "the preset's largest count",
+    )
+    tune.add_argument(
         "--iterations",
         type=_positive,
         default=30,
         help="calls behind a median; default and least: 30",
     )
-    bench.add_argument("--seed", type=int, default=0, help="of the random data; default: 0")
-    bench.add_argument("--commit", metavar="ID", help="for the rows; default: what git says")
-    bench.add_argument("--json", action="store_true", help="print one JSON line for each row")
+    tune.add_argument("--seed", type=int, default=0, help="of the random data; default: 0")
+    tune.add_argument("--json", action="store_true", help="print one JSON line for each count")
 
 
-def _bench(args: argparse.Namespace, console: Console) -> int:
-    from moe_ep_jit.tools import bench, presets
+def _tune(args: argparse.Namespace, console: Console) -> int:
+    from moe_ep_jit.tools import bench, presets, tune
 
-    request = bench.Request(
-        presets.load(args.preset),
-        _formats(args),
-        args.act,
-        args.tokens,
-        args.iterations,
-        args.seed,
+    check(
+        not (args.sizes and args.preset),
+        f"--sizes: expected none beside --preset, got {args.sizes}; run one after the other",
     )
-    return bench.run(request, console, args.json, args.commit)
+    layers = [presets.of_sizes(*args.sizes)] if args.sizes else presets.load(args.preset)
+    request = bench.Request(
+        presets=layers,
+        formats=_formats(args),
+        act=args.act,
+        tokens=args.tokens,
+        iterations=args.iterations,
+        seed=args.seed,
+    )
+    return tune.run(request, console, args.json)
 
 
 # doctor

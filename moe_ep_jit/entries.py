@@ -8,8 +8,9 @@ An entry is a folder ``<cache>/<arch>/<name>/<fingerprint>/`` with
     key.json     the full key, compared field by field at load
     launch.json  registers, shared memory, stack, compile time; sizes and digests of the files
 
-Beside the arches lie ``.locks`` (one file a key), ``.tmp`` (entries being written) and ``.broken``
-(entries set aside). Objects are native code, so whatever others can write is refused.
+An arch's folder may hold ``tuned.json`` besides, which is no entry (``tuned``). Beside the arches
+lie ``.locks`` (one file a key), ``.tmp`` (what is being written) and ``.broken`` (what was set
+aside). Objects are native code, so whatever others can write is refused.
 """
 
 from __future__ import annotations
@@ -202,10 +203,7 @@ def store(own: Path, folder: Path, files: dict[str, bytes]) -> None:
     try:
         work.mkdir(mode=0o700)
         for name, content in files.items():
-            with open(os.open(work / name, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
+            _write(work / name, content)
         _sync_folder(work)
         for part in (folder.parent.parent, folder.parent):
             _make_folder(own, part)
@@ -218,6 +216,26 @@ def store(own: Path, folder: Path, files: dict[str, bytes]) -> None:
         _sync_folder(folder.parent)
     finally:
         shutil.rmtree(work, ignore_errors=True)
+
+
+def replace_file(own: Path, path: Path, content: bytes) -> None:
+    """Write ``content`` beside and rename it to ``path``, a file in an arch's folder, over what is
+    there. ``OSError`` leaves that as it is."""
+    work = own / TEMPORARY / f"{path.name}-{os.getpid()}-{time.monotonic_ns()}"
+    try:
+        _write(work, content)
+        _make_folder(own, path.parent)
+        work.replace(path)
+        _sync_folder(path.parent)
+    finally:
+        work.unlink(missing_ok=True)
+
+
+def _write(path: Path, content: bytes) -> None:
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _make_folder(own: Path, folder: Path) -> None:

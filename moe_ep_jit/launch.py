@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from moe_ep_jit import jit, layout, variants
+from moe_ep_jit import jit, layout, tuned, variants
 from moe_ep_jit.formats import BlockScaled
 from moe_ep_jit.problem import Problem, check
 from moe_ep_jit.weights import PreparedWeights, check_prepared
@@ -78,24 +78,32 @@ class Binding:
         key, bindings = id(weights), ws.bindings
         # Weights that go take their binding along: no pointer to freed memory is left behind.
         self.weights = weakref.ref(weights, lambda _: bindings.pop(key, None))
+        # Read here and never in a call: what `moe-ep-jit tune` has found on this GPU.
+        self._winners = _winners(ws, self.problem, weights)
         self._launches: dict[tuple[str, Any], Launch] = {}
         self._by_tokens: dict[tuple[str, int], Launch] = {}
 
     def launch(
         self, ws: Workspace, weights: PreparedWeights, x_kind: str, tokens: int, config: Any
     ) -> Launch:
-        """The launch for a call of ``tokens`` rows; ``config`` None: the ladder's choice."""
+        """The launch for a call of ``tokens`` rows; ``config`` None: what ``choose`` says."""
         if config is not None:
             check_config(ws.arch, config)
             return self.rung(ws, weights, x_kind, config)
         launch = self._by_tokens.get((x_kind, tokens))
         if launch is None:
-            rung = variants.choose_rung(self.problem, ws.arch, tokens, weights.operand)
-            launch = self.rung(ws, weights, x_kind, rung)
+            launch = self.rung(ws, weights, x_kind, self.choose(ws, weights, tokens))
             if len(self._by_tokens) >= _MAX_REMEMBERED:
                 self._by_tokens.clear()
             self._by_tokens[x_kind, tokens] = launch
         return launch
+
+    def choose(self, ws: Workspace, weights: PreparedWeights, tokens: int) -> Any:
+        """The rung for a call of ``tokens`` rows: a winner (``tuned.pick``), else the ladder's."""
+        winner = tuned.pick(self._winners, tokens)
+        if winner is not None:
+            return winner
+        return variants.choose_rung(self.problem, ws.arch, tokens, weights.operand)
 
     def rung(self, ws: Workspace, weights: PreparedWeights, x_kind: str, config: Any) -> Launch:
         """The launch of one rung. RuntimeError where it is not loaded and a graph is captured."""
@@ -117,6 +125,14 @@ def bind(ws: Workspace, weights: PreparedWeights) -> Binding:
     if binding is None or binding.weights() is not weights:
         binding = ws.bindings[id(weights)] = Binding(ws, weights)
     return binding
+
+
+def _winners(ws: Workspace, problem: Problem, weights: PreparedWeights) -> dict[int, Any]:
+    if ws.arch is None:
+        return {}
+    gpu = torch.cuda.get_device_properties(ws.device).name
+    layer = tuned.layer_name(problem, weights.kind)
+    return tuned.winners(ws.arch, gpu, layer, weights.operand)
 
 
 def x_kind_of(x: torch.Tensor | BlockScaled) -> str:

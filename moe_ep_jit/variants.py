@@ -260,13 +260,20 @@ def _requantized(fmt: str, held: set[str]) -> str:
 
 
 def ladder(arch: str, operand: str) -> tuple[Any, ...]:
-    """Every rung that ``choose_rung`` can pick for an operand ("e4m3" or "bf16") on ``arch``."""
+    """Every rung that a call can get for an operand ("e4m3" or "bf16") on ``arch``."""
     check(operand in ("e4m3", "bf16"), f'operand: expected "e4m3" or "bf16", got {operand!r}')
     return tuple(kernels_module(arch, "config").ladder(operand))
 
 
+def rung_reason(arch: str, operand: str, rung: Any) -> str:
+    """Why ``rung`` is on the ladder, with its measured number; "" where nobody has written it."""
+    reasons = getattr(kernels_module(arch, "config"), "REASONS", {})
+    return reasons.get((operand, rung), "")
+
+
 def choose_rung(problem: Problem, arch: str, tokens: int, operand: str | None = None) -> Any:
-    """The rung (``kernels/<folder>/config.py``'s Config) for a call of ``tokens`` rows.
+    """The rung (``kernels/<folder>/config.py``'s Config) that the ladder gives a call of ``tokens``
+    rows, where ``tuned`` has no winner for it.
 
     Arithmetic on tokens, top_k and the local experts alone: every rung is right for any counts.
     operand  None: what the problem's format and act give

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from moe_ep_jit import cli, doctor
 from moe_ep_jit.problem import FORMATS, SwiGLU
-from moe_ep_jit.tools import bench, demo, precompile, presets
+from moe_ep_jit.tools import demo, precompile, presets
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -84,53 +84,6 @@ def test_jobs_are_distinct_and_ignore_capacity(fmt):
     json.dumps([job.facts for job in jobs])
 
 
-# Floors and routing of the bench
-
-
-@pytest.mark.parametrize(
-    ("name", "kind", "tokens", "active", "gemm_ms"),
-    [
-        ("dsv3-ep8", "mxfp8_group128", 512, 32, 0.33),
-        ("dsv3-ep8", "nvfp4", 64, 32, 0.18),
-        ("dsv3-ep8", "nvfp4", 512, 32, 0.46),
-        ("dsv3-ep8", "mxfp8_row", 4096, 32, 2.04),
-        ("dsv3-ep8", "nvfp4", 4096, 32, 3.70),
-        ("qwen3-30b", "mxfp8_exact", 1, 8, 0.009),
-        ("qwen3-30b", "nvfp4", 1, 8, 0.005),
-    ],
-)
-def test_floor_gemm(name, kind, tokens, active, gemm_ms):
-    problem = presets.load([name])[0].problem("auto")
-    operand = "bf16" if kind in ("nvfp4", "mxfp8_exact") else "e4m3"
-    floor = bench.floors(problem, kind, operand, tokens, tokens * problem.top_k, active)
-    assert floor.gemm_ms == pytest.approx(gemm_ms, rel=0.06)
-
-
-@pytest.mark.parametrize(
-    ("operand", "kind", "ms"), [("e4m3", "mxfp8_row", 0.19), ("bf16", "nvfp4", 0.25)]
-)
-def test_floor_layer_adds_dispatch_and_combine(operand, kind, ms):
-    problem = presets.load(["dsv3-ep8"])[0].problem("auto")
-    floor = bench.floors(problem, kind, operand, 4096, 4096 * 8, 32)
-    assert floor.layer_ms - floor.gemm_ms == pytest.approx(ms, rel=0.03)
-
-
-def test_routing_is_distinct_and_uniform():
-    problem = presets.load(["qwen3-30b"])[0].problem("mxfp8")
-    ids = bench.uniform_ids(4096, problem, torch.Generator().manual_seed(0))
-    assert all(len(set(row)) == problem.top_k for row in ids[:64].tolist())
-    counts = ids.flatten().bincount(minlength=problem.num_experts).float()
-    expected = ids.numel() / problem.num_experts
-    assert (counts - expected).abs().max() < 6 * expected**0.5
-
-
-def test_bench_table_shows_every_row():
-    row = dict.fromkeys(("ms", "eager_ms", "floor_gemm_ms", "floor_layer_ms", "rel_l2"), 0.2)
-    row |= {"preset": "p", "format": "nvfp4", "act": "bf16", "tokens": 8, "host_us": 20.0}
-    row |= {"stage_ms": dict.fromkeys(bench.STAGES, 0.05), "tflops": 10.0, "gbps": 4000.0}
-    assert bench.table([row, row]).row_count == 2
-
-
 # Commands
 
 
@@ -140,7 +93,7 @@ def test_version_and_help(capsys):
             cli.main([flag])
         assert stop.value.code == 0
     out = capsys.readouterr().out
-    assert all(name in out for name in ("demo", "precompile", "cache", "bench", "doctor"))
+    assert all(name in out for name in ("demo", "precompile", "cache", "bench", "tune", "doctor"))
 
 
 def test_module_runs_the_command_line():
@@ -174,6 +127,10 @@ def test_a_cache_that_is_a_file_is_said(tmp_path, monkeypatch, capsys, command):
         ["cache", "prune", "--max-size", "5X"],
         ["bench", "--tokens", "0"],
         ["bench", "--format", "fp8"],
+        ["bench", "--skew", "normal"],
+        ["bench", "--peer", "vllm"],
+        ["bench", "--ladder", "--from", "rows"],
+        ["tune", "--sizes", "64", "64", "4"],
         ["precompile", "--arch", "sm_80"],
     ],
     ids=" ".join,
@@ -256,8 +213,9 @@ def test_act_that_no_format_has_is_refused(capsys):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_bench_without_gpu_says_so(capsys):
-    assert cli.main(["bench"]) == 1
-    assert "expected a GPU with kernels, got cpu" in capsys.readouterr().err
+    for command in ("bench", "tune"):
+        assert cli.main([command]) == 1
+        assert f"{command}: expected a GPU with kernels, got cpu" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
@@ -335,7 +293,8 @@ def test_bench_line_on_the_gpu(capsys):
     assert code == 0
     documented = {
         "preset", "format", "act", "tokens", "ms", "floor_gemm_ms", "floor_layer_ms", "tflops",
-        "gbps", "rel_l2", "gpu", "commit", "date",
+        "gbps", "rel_l2", "gpu", "commit", "date", "routing", "sm_mhz", "stage_gbps",
+        "stage_tflops", "copy_pct", "tuned",
     }  # fmt: skip
     assert documented - row.keys() == set()
     assert row["ms"] > row["floor_gemm_ms"] > 0

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import moe_ep_jit as moe
-from moe_ep_jit import formats, jit, launch, layout, variants, workspace
+from moe_ep_jit import formats, jit, launch, layout, tuned, variants, workspace
 from moe_ep_jit.tools import precompile
 
 HIDDEN, TOP_K, MAX_TOKENS, STREAM = 128, 2, 256, 77
@@ -67,6 +67,7 @@ def gpu(monkeypatch):
 
     class Properties:
         multi_processor_count = 132
+        name = "Some GPU"
 
     def synchronize(device):
         gpu.synchronized += 1
@@ -234,6 +235,29 @@ def test_rung_follows_the_tokens_and_config_overrides(gpu):
         moe.moe_forward(*make_inputs(1), weights, ws, config={})
     with pytest.raises(TypeError, match="config: expected .* got str"):
         moe.warmup(ws, weights, configs=["n8"])
+
+
+def test_a_winner_is_taken_where_there_is_one_and_read_once(gpu, monkeypatch):
+    *_, widest = variants.ladder("sm_90a", "e4m3")
+    asked = []
+
+    def winners(*args):
+        asked.append(args)
+        return {8: widest}
+
+    monkeypatch.setattr(tuned, "winners", winners)
+    weights = make_weights()
+    ws = moe.Workspace(PROBLEM, device="cpu", debug=False)
+    moe.warmup(ws, weights)
+    gpu.capturing = True  # a winner is a rung of the ladder: nothing is left to load
+    for tokens in (8, 5, 4, 9, 8):
+        moe.moe_forward(*make_inputs(tokens), weights, ws)
+    used = [facts["config"]["tile_n"] for facts, _ in gpu.calls]
+    by_ladder = [variants.choose_rung(PROBLEM, "sm_90a", n, "e4m3").tile_n for n in (4, 9)]
+    assert widest.tile_n not in by_ladder
+    assert used == [widest.tile_n, widest.tile_n, *by_ladder, widest.tile_n]
+    layer = tuned.layer_name(weights.problem, weights.kind)
+    assert asked == [("sm_90a", "Some GPU", layer, "e4m3")]
 
 
 def test_warmup_loads_the_ladder_and_later_calls_load_nothing(gpu):

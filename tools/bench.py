@@ -1,116 +1,53 @@
 """Times the layer on the presets: whole and by stage, eager and in a CUDA graph, with two floors.
 
-Protocol: random unit-scale data, uniform routing, a seed; weights come cold, since calls rotate
-over sets of weights whose active experts exceed the L2 cache together; a GPU backlog hides the
-host; medians of calls back to back.
+Protocol: random unit-scale data, a seed; weights come cold, since calls rotate over sets of weights
+whose active experts exceed the L2 cache together; a GPU backlog hides the host; the formats and
+peers of one preset and token count are interleaved launch by launch; medians of calls back to back
+after a warm-up. ``--sustained`` adds a longer run of each, at the clock that the power allows.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import statistics
-import subprocess
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timezone
-from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 
 import moe_ep_jit as moe
-from moe_ep_jit import reference, variants
+from moe_ep_jit import launch, reference, variants
 from moe_ep_jit.problem import Problem, check
+from moe_ep_jit.tools import peers, results, routing, timing
+from moe_ep_jit.tools.floors import floors, stage_figures
+from moe_ep_jit.tools.nvml import Sensors
 from moe_ep_jit.tools.presets import Preset
 
-#: Ceilings measured on one H200, 2026-11-30.
-READ_BYTES_PER_S = 4.39e12
-COPY_BYTES_PER_S = 4.28e12
-FLOPS_PER_S = {"e4m3": 1415e12, "bf16": 779e12}
-
-#: Bits that a weight takes in memory, its scale included, by kind of prepared weights.
-WEIGHT_BITS = {"mxfp8_row": 8.0, "mxfp8_group128": 8.25, "mxfp8_exact": 8.25, "nvfp4": 4.5}
-
-STAGES = ("dispatch", "gate_up", "down", "combine")
-_WARMUP_CALLS = 5
-_BACKLOG_CYCLES = 30_000_000  # about 15 ms: longer than the host needs to queue one measurement
 _L2_MULTIPLE = 3
 _REFERENCE_TOKENS = 256
 
 
-@dataclass(frozen=True)
-class Floors:
-    """What the machine cannot beat, and what it follows from.
-
-    gemm_ms       the active experts' weights at the read rate, or the multiply-adds at the tensor
-                  cores' rate, whichever is longer
-    layer_ms      dispatch and combine traffic at the copy rate on top
-    weight_bytes  of the active experts
-    flops         of both GEMMs, a multiply-add counting two
-    """
-
-    gemm_ms: float
-    layer_ms: float
-    weight_bytes: float
-    flops: float
-
-
-def floors(
-    problem: Problem, kind: str, operand: str, tokens: int, rows: int, active: int
-) -> Floors:
-    """The floors of one call.
-
-    kind     of the prepared weights: a key of ``WEIGHT_BITS``
-    operand  "e4m3" or "bf16": what the MMA's token side is
-    rows     (token, k) pairs that reach an expert
-    active   experts with at least one
-    """
-    size = problem.hidden * problem.intermediate
-    weight_bytes = active * 3 * size * WEIGHT_BITS[kind] / 8
-    flops = 6.0 * rows * size
-    gemm_s = max(weight_bytes / READ_BYTES_PER_S, flops / FLOPS_PER_S[operand])
-    row_bytes = problem.hidden * (1 if operand == "e4m3" else 2)
-    # x read, rows written; y rows read, out written. What the GEMMs move overlaps with their math.
-    traffic = rows * (row_bytes + 2 * problem.hidden) + 4 * tokens * problem.hidden
-    layer_s = gemm_s + traffic / COPY_BYTES_PER_S
-    return Floors(gemm_s * 1e3, layer_s * 1e3, weight_bytes, flops)
-
-
-def uniform_ids(tokens: int, problem: Problem, generator: torch.Generator) -> torch.Tensor:
-    """int32 [tokens, top_k]: distinct experts for each token, every choice equally likely."""
-    draw = torch.rand(tokens, problem.num_experts, generator=generator, device=generator.device)
-    return draw.topk(problem.top_k, dim=1).indices.to(torch.int32)
-
-
-class Layer:
-    """One preset in one format on the GPU: weights, workspace, inputs and the expected output."""
+class Data:
+    """One preset's weights in bf16 and inputs on the GPU, which all formats and peers share."""
 
     def __init__(self, problem: Problem, device: torch.device, seed: int) -> None:
+        self.problem = problem
+        self.seed = seed
         self.generator = torch.Generator(device).manual_seed(seed)
-        self.source = self._random_weights(problem, device)
-        self.weights = [self._prepare(problem)]
-        self.problem = self.weights[0].problem
-        self.ws = moe.Workspace(self.problem, device=device, operand=self.weights[0].operand)
-        tokens = self.problem.max_tokens
-        self.x = self._normal(tokens, self.problem.hidden)
-        self.ids = uniform_ids(tokens, self.problem, self.generator)
-        scores = torch.rand(self.ids.shape, generator=self.generator, device=device)
+        self.source = self._random_weights(problem)
+        tokens = problem.max_tokens
+        self.x = self._normal(tokens, problem.hidden)
+        self._ids = {"uniform": routing.make_ids("uniform", tokens, problem, self.generator)}
+        scores = torch.rand(self._ids["uniform"].shape, generator=self.generator, device=device)
         self.topk_weights = scores / scores.sum(dim=1, keepdim=True)
-        checked = min(tokens, _REFERENCE_TOKENS)
-        inputs = self.inputs(checked)
-        self.expected = reference.moe_forward(*inputs, self.weights[0]).clone()
-        self.dense = reference.dense_bf16(*inputs, activation=problem.activation, **self.source)
+        self._dense: dict[str, torch.Tensor] = {}
 
     def _normal(self, *shape: int, scale: float = 1.0) -> torch.Tensor:
         values = torch.empty(shape, dtype=torch.bfloat16, device=self.generator.device)
         return values.normal_(0, scale, generator=self.generator)
 
-    def _random_weights(self, p: Problem, device: torch.device) -> dict[str, Any]:
+    def _random_weights(self, p: Problem) -> dict[str, Any]:
         experts, hidden, inner = p.num_local_experts, p.hidden, p.intermediate
         source = {
             "w13": self._normal(experts, 2 * inner, hidden, scale=hidden**-0.5),
@@ -121,119 +58,229 @@ class Layer:
             source["w2_bias"] = self._normal(experts, hidden, scale=0.1)
         return source
 
-    def _prepare(self, problem: Problem) -> moe.PreparedWeights:
-        return moe.prepare_weights(problem=problem, **self.source)
-
-    def inputs(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def inputs(
+        self, tokens: int, pattern: str = "uniform"
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """x, topk_ids and topk_weights of a call with ``tokens`` tokens."""
-        return self.x[:tokens], self.ids[:tokens], self.topk_weights[:tokens]
+        if pattern not in self._ids:
+            generator = torch.Generator(self.x.device).manual_seed(self.seed)
+            self._ids[pattern] = routing.make_ids(
+                pattern, self.problem.max_tokens, self.problem, generator
+            )
+        return self.x[:tokens], self._ids[pattern][:tokens], self.topk_weights[:tokens]
 
-    def cold_sets(self, active_bytes: float) -> list[Any]:
-        """Sets of weights whose active experts exceed the L2 cache threefold together."""
+    def checked(self, tokens: int) -> int:
+        """How many of a call's first tokens are compared with the reference."""
+        return min(tokens, _REFERENCE_TOKENS)
+
+    def dense(self, pattern: str) -> torch.Tensor:
+        """What the layer gives without quantization, for the checked tokens of the longest call."""
+        if pattern not in self._dense:
+            inputs = self.inputs(self.checked(self.problem.max_tokens), pattern)
+            activation = self.problem.activation
+            dense = reference.dense_bf16(*inputs, activation=activation, **self.source)
+            self._dense[pattern] = dense
+        return self._dense[pattern]
+
+    def sets_needed(self, active_bytes: float) -> int:
+        """How many sets of weights exceed the L2 cache threefold with their active experts."""
         l2 = torch.cuda.get_device_properties(self.x.device).L2_cache_size
-        need = max(1, math.ceil(_L2_MULTIPLE * l2 / active_bytes))
-        while len(self.weights) < need:
+        return max(1, math.ceil(_L2_MULTIPLE * l2 / active_bytes))
+
+
+class Layer:
+    """One preset in one format on the GPU: sets of equal weights, and a workspace."""
+
+    def __init__(self, data: Data, fmt: str, act: str) -> None:
+        self.data = data
+        self.weights = [self._prepare(data.problem.with_(format=fmt, act=act))]
+        self.problem = self.weights[0].problem
+        self.operand = self.weights[0].operand
+        self.ws = moe.Workspace(self.problem, device=data.x.device, operand=self.operand)
+        self._expected: dict[str, torch.Tensor] = {}
+
+    def _prepare(self, problem: Problem) -> moe.PreparedWeights:
+        return moe.prepare_weights(problem=problem, **self.data.source)
+
+    def expected(self, pattern: str) -> torch.Tensor:
+        """What the reference gives, for the checked tokens of the longest call."""
+        if pattern not in self._expected:
+            inputs = self.data.inputs(self.data.checked(self.problem.max_tokens), pattern)
+            self._expected[pattern] = reference.moe_forward(*inputs, self.weights[0]).clone()
+        return self._expected[pattern]
+
+    def cold_sets(self, count: int) -> list[moe.PreparedWeights]:
+        """``count`` sets of equal weights."""
+        while len(self.weights) < count:
             self.weights.append(self._prepare(self.problem))
-        return self.weights[:need]
+        return self.weights[:count]
 
     def close(self) -> None:
         """Give the workspace's memory back."""
         self.ws.close()
 
 
-def medians_ms(steps: Callable[[int], Sequence[Callable[[], Any]]], iterations: int) -> list[float]:
-    """The median time of each of ``steps(i)``, run in order for i = 0, 1, ... back to back."""
-    for i in range(_WARMUP_CALLS):
-        for step in steps(i):
-            step()
-    count = len(steps(0))
-    marks = [
-        [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)] for _ in range(iterations)
-    ]
-    torch.cuda.synchronize()
-    torch.cuda._sleep(_BACKLOG_CYCLES)
-    for i, row in enumerate(marks):
-        row[0].record()
-        for step, mark in zip(steps(i), row[1:], strict=True):
-            step()
-            mark.record()
-    torch.cuda.synchronize()
-    return [
-        statistics.median(row[j].elapsed_time(row[j + 1]) for row in marks) for j in range(count)
-    ]
+class Case:
+    """A layer at one token count under one routing pattern, ready to be called.
 
+    call(i)    the whole layer with the i-th set of weights, in turn; ``config`` None: as users get
+    stages(i)  the same as steps, one for each of ``results.STAGES``
+    """
 
-def host_us(call: Callable[[int], Any], iterations: int) -> float:
-    """The median time that the host spends in ``call(i)``, with the GPU busy elsewhere."""
-    torch.cuda.synchronize()
-    torch.cuda._sleep(_BACKLOG_CYCLES)
-    spent = []
-    for i in range(iterations):
-        start = time.perf_counter()
-        call(i)
-        spent.append(time.perf_counter() - start)
-    torch.cuda.synchronize()
-    return statistics.median(spent) * 1e6
+    def __init__(self, layer: Layer, tokens: int, pattern: str) -> None:
+        self.layer, self.tokens, self.pattern = layer, tokens, pattern
+        self.x, self.ids, self.topk_weights = layer.data.inputs(tokens, pattern)
+        self.rows, self.active = count_rows(self.ids)
+        kind = layer.weights[0].kind
+        self.floor = floors(layer.problem, kind, layer.operand, tokens, self.rows, self.active)
+        self.sets = layer.cold_sets(layer.data.sets_needed(self.floor.weight_bytes))
 
+    def call(self, i: int, config: Any = None) -> torch.Tensor:
+        weights = self.sets[i % len(self.sets)]
+        return moe.moe_forward(
+            self.x, self.ids, self.topk_weights, weights, self.layer.ws, config=config
+        )
 
-def measure(layer: Layer, tokens: int, iterations: int) -> dict[str, Any]:
-    """Times, floors and error of calls with ``tokens`` tokens."""
-    problem, ws = layer.problem, layer.ws
-    x, ids, topk_weights = layer.inputs(tokens)
-    active, rows = int(ids.unique().numel()), ids.numel()
-    first = layer.weights[0]
-    floor = floors(problem, first.kind, first.operand, tokens, rows, active)
-    sets = layer.cold_sets(floor.weight_bytes)
-
-    def call(i: int) -> torch.Tensor:
-        return moe.moe_forward(x, ids, topk_weights, sets[i % len(sets)], ws)
-
-    def stages(i: int) -> list[Callable[[], Any]]:
-        weights = sets[i % len(sets)]
+    def stages(self, i: int) -> list[Callable[[], Any]]:
+        weights, ws = self.sets[i % len(self.sets)], self.layer.ws
         return [
-            lambda: moe.dispatch(x, ids, ws, weights),
+            lambda: moe.dispatch(self.x, self.ids, ws, weights),
             lambda: moe.gate_up(ws, weights),
             lambda: moe.down(ws, weights),
-            lambda: moe.combine(ids, topk_weights, ws, weights),
+            lambda: moe.combine(self.ids, self.topk_weights, ws, weights),
         ]
 
-    checked = min(tokens, len(layer.expected))
-    got = call(0)[:checked].clone()
-    error = reference.error(got, layer.expected[:checked])
-    dense = reference.error(got, layer.dense[:checked])
-    for i in range(len(sets)):
-        call(i)
-    graphs = [_capture(call, i) for i in range(len(sets))]
-    (ms,) = medians_ms(lambda i: [graphs[i % len(graphs)].replay], iterations)
-    (eager_ms,) = medians_ms(lambda i: [lambda: call(i)], iterations)
-    by_stage = dict(zip(STAGES, medians_ms(stages, iterations), strict=True))
+    def error(self, config: Any = None) -> reference.Errors:
+        """Of the first tokens against the reference."""
+        checked = self.layer.data.checked(self.tokens)
+        got = self.call(0, config)[:checked]
+        return reference.error(got, self.layer.expected(self.pattern)[:checked])
+
+    def facts(self) -> dict[str, Any]:
+        """The row without times."""
+        layer, ws = self.layer, self.layer.ws
+        first = layer.weights[0]
+        error = self.error()
+        checked = layer.data.checked(self.tokens)
+        dense = reference.error(self.call(0)[:checked], layer.data.dense(self.pattern)[:checked])
+        rung = launch.bind(ws, first).choose(ws, first, self.tokens)
+        ladder = variants.choose_rung(layer.problem, ws.arch, self.tokens, layer.operand)
+        return {
+            "format": layer.problem.format,
+            "act": layer.problem.act,
+            "tokens": self.tokens,
+            "routing": self.pattern,
+            "rows": self.rows,
+            "active_experts": self.active,
+            "weight_sets": len(self.sets),
+            "kind": first.kind,
+            "config": str(rung),
+            "tuned": rung != ladder,
+            "floor_gemm_ms": self.floor.gemm_ms,
+            "floor_layer_ms": self.floor.layer_ms,
+            "rel_l2": error.whole,
+            "worst_row": error.worst_row,
+            "worst_block": error.worst_block,
+            "dense_rel_l2": dense.whole,
+        }
+
+
+class PeerCase:
+    """A peer at one token count under one routing pattern, ready to be called."""
+
+    def __init__(self, name: str, data: Data, tokens: int, pattern: str) -> None:
+        self.peer, self.data = peers.PEERS[name], data
+        self.tokens, self.pattern = tokens, pattern
+        inputs = data.inputs(tokens, pattern)
+        self.rows, self.active = count_rows(inputs[1])
+        size = 3 * data.problem.hidden * data.problem.intermediate
+        self.weight_bytes = self.active * size * self.peer.weight_bits / 8
+        self.flops = 2.0 * self.rows * size
+        w13, w2 = data.source["w13"], data.source["w2"]
+        self.sets = [self.peer.weights(w13, w2)]
+        while len(self.sets) < data.sets_needed(self.weight_bytes):
+            self.sets.append(self.peer.weights(w13.clone(), w2.clone()))
+        self.prepared = self.peer.prepare(data.problem, *inputs)
+
+    def call(self, i: int) -> torch.Tensor:
+        return self.prepared.run(self.sets[i % len(self.sets)])
+
+    def facts(self) -> dict[str, Any]:
+        """The row without times. Only the error against the layer without quantization is known,
+        and without biases not even that."""
+        row = {
+            "format": self.peer.format,
+            "act": "bf16",
+            "tokens": self.tokens,
+            "routing": self.pattern,
+            "rows": self.rows,
+            "active_experts": self.active,
+            "weight_sets": len(self.sets),
+        }
+        if not self.data.problem.bias:
+            checked = self.data.checked(self.tokens)
+            got = self.prepared.output(self.call(0))[:checked]
+            dense = self.data.dense(self.pattern)[:checked]
+            row["dense_rel_l2"] = reference.error(got, dense).whole
+        return row
+
+
+def count_rows(ids: torch.Tensor) -> tuple[int, int]:
+    """(rows that reach an expert, experts with at least one) of topk_ids."""
+    live = ids[ids >= 0]
+    return live.numel(), int(live.unique().numel())
+
+
+def measure(
+    cases: Sequence[Case], others: Sequence[PeerCase], request: Request, sensors: Sensors
+) -> list[dict[str, Any]]:
+    """One row a case and peer, their launches interleaved."""
+    everyone = [*cases, *others]
+    rows = [case.facts() for case in everyone]
+    graphs = [timing.captured(case.call, len(case.sets)) for case in everyone]
+
+    def replays(i: int) -> list[Callable[[], None]]:
+        return [own[i % len(own)].replay for own in graphs]
+
+    def eager(i: int) -> list[Callable[[], Any]]:
+        return [lambda case=case: case.call(i) for case in cases]
+
+    def stages(i: int) -> list[Callable[[], Any]]:
+        return [step for case in cases for step in case.stages(i)]
+
+    whole = timing.timed(replays, request.iterations, sensors)
+    for row, ms in zip(rows, whole.ms, strict=True):
+        row |= {"ms": ms, "sm_mhz": whole.sm_mhz}
+    eager_ms = timing.medians_ms(eager, request.iterations)
+    stage_ms = timing.medians_ms(stages, request.iterations)
+    count = len(results.STAGES)
+    for j, (case, row) in enumerate(zip(cases, rows, strict=False)):
+        by_stage = dict(zip(results.STAGES, stage_ms[j * count : (j + 1) * count], strict=True))
+        row |= {"eager_ms": eager_ms[j], "stage_ms": by_stage}
+        row |= stage_figures(case.floor, by_stage)
+        row["host_us"] = timing.host_us(case.call, request.iterations)
+        row |= _rates(case.floor.flops, case.floor.weight_bytes, row["ms"])
+    for case, row in zip(others, rows[len(cases) :], strict=True):
+        row |= _rates(case.flops, case.weight_bytes, row["ms"])
+    if request.sustained:
+        for row, own in zip(rows, graphs, strict=True):
+            row |= _sustained(own, row["ms"], sensors)
+    return rows
+
+
+def _rates(flops: float, weight_bytes: float, ms: float) -> dict[str, float]:
+    return {"tflops": flops / ms / 1e9, "gbps": weight_bytes / ms / 1e6}
+
+
+def _sustained(
+    graphs: Sequence[torch.cuda.CUDAGraph], ms: float, sensors: Sensors
+) -> dict[str, float | None]:
+    run = timing.sustained(lambda i: graphs[i % len(graphs)].replay(), ms, sensors)
     return {
-        "tokens": tokens,
-        "rows": rows,
-        "active_experts": active,
-        "weight_sets": len(sets),
-        "kind": first.kind,
-        "config": str(variants.choose_rung(problem, ws.arch, tokens, first.operand)),
-        "ms": ms,
-        "eager_ms": eager_ms,
-        "stage_ms": by_stage,
-        "host_us": host_us(call, iterations),
-        "floor_gemm_ms": floor.gemm_ms,
-        "floor_layer_ms": floor.layer_ms,
-        "tflops": floor.flops / ms / 1e9,
-        "gbps": floor.weight_bytes / ms / 1e6,
-        "rel_l2": error.whole,
-        "worst_row": error.worst_row,
-        "worst_block": error.worst_block,
-        "dense_rel_l2": dense.whole,
+        "sustained_ms": run.ms,
+        "sustained_sm_mhz": run.sm_mhz,
+        "sustained_watts": run.watts,
     }
-
-
-def _capture(call: Callable[[int], Any], i: int) -> torch.cuda.CUDAGraph:
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call(i)
-    return graph
 
 
 @dataclass(frozen=True)
@@ -246,121 +293,100 @@ class Request:
     tokens      () for each preset's own counts
     iterations  calls behind a median, at least 30
     seed        of the random data
+    patterns    routing: names out of ``routing.PATTERNS``
+    others      peers beside it: names out of ``peers.PEERS``
+    sustained   also time 1.5 s back to back
     """
 
     presets: Sequence[Preset]
     formats: Sequence[str]
     act: str = "auto"
     tokens: Sequence[int] = ()
-    iterations: int = 30
+    iterations: int = timing.LEAST_CALLS
     seed: int = 0
+    patterns: Sequence[str] = ("uniform",)
+    others: Sequence[str] = ()
+    sustained: bool = False
 
     def __post_init__(self) -> None:
         check(
-            self.iterations >= 30,
-            f"iterations: expected at least 30 for a median, got {self.iterations}",
+            self.iterations >= timing.LEAST_CALLS,
+            f"iterations: expected at least {timing.LEAST_CALLS} for a median, got "
+            f"{self.iterations}",
         )
 
 
-def run(request: Request, console: Console, as_json: bool, commit_id: str | None = None) -> int:
-    """Time every preset in every format; JSON lines as they come, or one table at the end.
+def run(
+    request: Request, output: results.Output, console: Console, commit_id: str | None = None
+) -> int:
+    """Time every preset in every format and show the rows; 1 where ``output`` compares and fails.
 
     commit_id  for a copy of the checkout that came without its history; None: git says
-    RuntimeError where there is no GPU with kernels.
+    RuntimeError where there is no GPU with kernels, or a peer cannot run.
     """
+    device = gpu_with_kernels("bench")
+    output.check()
+    for preset in request.presets:
+        peers.check_usable(request.others, preset.problem(), preset.name)
+    notes = Console(stderr=True)
+    sensors = gpu_sensors(device, notes)
+    facts = results.machine(device, commit_id)
+    rows = (row | facts for row in _measure_all(request, device, sensors, notes))
+    return results.show(rows, output, console)
+
+
+def gpu_with_kernels(command: str) -> torch.device:
+    """The current GPU; RuntimeError where there is none with kernels."""
     device = variants.default_device()
     if device.type != "cuda" or variants.detect_arch(device) is None:
         raise RuntimeError(
-            f"bench: expected a GPU with kernels, got {variants.describe_device(device)}; run it "
-            "where `moe-ep-jit doctor` finds one (elsewhere, `moe-ep-jit demo` checks the numbers)"
+            f"{command}: expected a GPU with kernels, got {variants.describe_device(device)}; run "
+            "it where `moe-ep-jit doctor` finds one (elsewhere, `moe-ep-jit demo` checks the "
+            "numbers)"
         )
-    notes = Console(stderr=True)
-    facts = machine(device)
-    facts["commit"] = commit_id or facts["commit"]
-    rows = []
-    for row in _measure_all(request, device, notes):
-        row |= facts
-        rows.append(row)
-        if as_json:
-            console.print(json.dumps(row), soft_wrap=True, markup=False, highlight=False)
-    if not as_json:
-        console.print(table(rows))
-        console.print(
-            "ms: whole layer in a CUDA graph; x floor: ms over the layer's floor; GB/s: active "
-            "experts' weights over ms; stages from eager calls.",
-            highlight=False,
-        )
-    return 0
+    return device
+
+
+def gpu_sensors(device: torch.device, notes: Console) -> Sensors:
+    """The GPU's sensors; says so where there are none."""
+    sensors = Sensors(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+    if sensors.missing:
+        notes.print(f"SM clock and power stay unknown: {sensors.missing}", markup=False)
+    return sensors
 
 
 def _measure_all(
-    request: Request, device: torch.device, notes: Console
+    request: Request, device: torch.device, sensors: Sensors, notes: Console
 ) -> Iterator[dict[str, Any]]:
-    """One row for each (preset, format, token count)."""
+    """One row for each (preset, token count, pattern, format or peer)."""
     for preset in request.presets:
-        for fmt in request.formats:
-            counts = tuple(request.tokens) or preset.tokens
-            with notes.status(f"{preset.name} {fmt}: weights") as status:
-                problem = preset.problem(fmt, request.act, max(counts))
-                layer = Layer(problem, device, request.seed)
-                for count in counts:
-                    status.update(f"{preset.name} {fmt}: {count} tokens")
-                    head = {"preset": preset.name, "format": fmt, "act": layer.problem.act}
-                    yield head | measure(layer, count, request.iterations)
+        counts = tuple(request.tokens) or preset.tokens
+        with notes.status(f"{preset.name}: weights") as status:
+            data = Data(preset.problem(max_tokens=max(counts)), device, request.seed)
+            layers = [Layer(data, fmt, request.act) for fmt in request.formats]
+            for count in counts:
+                for pattern in request.patterns:
+                    status.update(f"{preset.name}: {count} tokens, {pattern}")
+                    cases = [Case(layer, count, pattern) for layer in layers]
+                    others = [PeerCase(name, data, count, pattern) for name in request.others]
+                    for row in measure(cases, others, request, sensors):
+                        yield {"preset": preset.name} | row
+                    del cases, others  # graphs and peers' weights, before the next ones are made
+            for layer in layers:
                 layer.close()
-                del layer  # before the next one's weights are made
-            torch.cuda.empty_cache()
+            del layers, data
+        torch.cuda.empty_cache()
 
 
-def table(rows: Sequence[dict[str, Any]]) -> Table:
-    """The rows for people."""
-    out = Table(box=None)
-    left = ("preset", "format", "act")
-    right = ("tokens", "ms", "eager", *STAGES, "floor gemm", "layer", "x floor")
-    for name in left:
-        out.add_column(name)
-    for name in (*right, "TFLOP/s", "GB/s", "host us", "rel-L2"):
-        out.add_column(name, justify="right")
-    for row in rows:
-        times = [row["ms"], row["eager_ms"], *(row["stage_ms"][name] for name in STAGES)]
-        times += [row["floor_gemm_ms"], row["floor_layer_ms"]]
-        out.add_row(
-            *(row[name] for name in left),
-            str(row["tokens"]),
-            *(f"{ms:.3f}" for ms in times),
-            f"{row['ms'] / row['floor_layer_ms']:.2f}",
-            f"{row['tflops']:.0f}",
-            f"{row['gbps']:.0f}",
-            f"{row['host_us']:.0f}",
-            f"{row['rel_l2']:.1e}",
-        )
-    return out
-
-
-def machine(device: torch.device) -> dict[str, Any]:
-    """What a row needs to be compared with others: GPU, commit, date, versions."""
-    return {
-        "gpu": torch.cuda.get_device_name(device),
-        "commit": commit(),
-        "date": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "dsl": metadata.version("nvidia-cutlass-dsl"),
-        "torch": torch.__version__,
-    }
-
-
-def commit() -> str | None:
-    """The checkout's commit, with "+" when files differ from it; None outside a checkout."""
-    root = Path(__file__).resolve().parents[1]
-    if not (root / "pyproject.toml").is_file():  # installed, maybe below somebody else's checkout
-        return None
-    git = ["git", "-C", str(root)]
-    try:
-        head = subprocess.run(
-            [*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True
-        )
-        changed = subprocess.run(
-            [*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return head.stdout.strip() + ("+" if changed.stdout.strip() else "")
+def ladder_rows(arch: str) -> list[dict[str, Any]]:
+    """Every rung that calls on ``arch`` can get, with its reason."""
+    return [
+        {
+            "arch": arch,
+            "operand": operand,
+            "config": str(rung),
+            "reason": variants.rung_reason(arch, operand, rung),
+        }
+        for operand in ("e4m3", "bf16")
+        for rung in variants.ladder(arch, operand)
+    ]

@@ -19,7 +19,7 @@ from rich.table import Table
 import moe_ep_jit as moe
 from moe_ep_jit import jit, reference, variants
 from moe_ep_jit.problem import ARCHES, FORMATS, Problem
-from moe_ep_jit.tools import bench, presets
+from moe_ep_jit.tools import presets, routing, timing
 
 #: Bounds on rel-L2 against the reference; the worst row and block may have three times as much.
 REFERENCE_BOUNDS = {"mxfp8": 1e-2, "nvfp4": 2e-2}
@@ -95,7 +95,7 @@ def _show(
         ms = None
         if arch:
             call = [lambda: moe.moe_forward(x, ids, topk_weights, weights, ws)]
-            (ms,) = bench.medians_ms(lambda i: call, 30)
+            (ms,) = timing.medians_ms(lambda i: call, timing.LEAST_CALLS)
     bound = REFERENCE_BOUNDS[fmt]
     dense_bound = DENSE_BOUNDS[fmt, problem.act]
     return {
@@ -131,7 +131,7 @@ def _data(problem: Problem, device: torch.device, seed: int) -> tuple[torch.Tens
     x = normal(_TOKENS, hidden)
     w13 = normal(experts, 2 * inner, hidden, scale=hidden**-0.5)
     w2 = normal(experts, hidden, inner, scale=inner**-0.5)
-    ids = bench.uniform_ids(_TOKENS, problem, generator)
+    ids = routing.uniform(_TOKENS, problem, generator)
     scores = torch.rand(ids.shape, generator=generator, device=device)
     return x, ids, scores / scores.sum(dim=1, keepdim=True), w13, w2
 

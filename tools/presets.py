@@ -70,6 +70,19 @@ def _parse(name: str, entry: dict[str, Any]) -> Preset:
     return preset
 
 
+def of_sizes(hidden: int, intermediate: int, experts: int, top_k: int) -> Preset:
+    """A layer that no preset describes, with the plain SwiGLU; ValueError for what no layer has."""
+    sizes = {
+        "hidden": hidden,
+        "intermediate": intermediate,
+        "num_experts": experts,
+        "top_k": top_k,
+    }
+    preset = Preset(f"h{hidden}-i{intermediate}-e{experts}-k{top_k}", sizes, (1, 8, 64, 512, 4096))
+    preset.problem()
+    return preset
+
+
 def jobs(
     problem: Problem, arch: str, configs: Iterable[Any] | None = None, x_kind: str = "bf16"
 ) -> list[Job]:

@@ -43,6 +43,8 @@ class Dispatch:
         self.keeps_blocks = act == "nvfp4" and x_kind == "nvfp4"  # the caller's, with their scales
         self.piece = 8 if self.copies else 16
         self.pieces = hidden // self.piece
+        # Of a piece, and one for the scale byte of its block.
+        self.words = {"bf16": self.piece // 2, "mxfp8": 4 + 1, "nvfp4": 2 + 1}[x_kind]
         self.pieces_per_thread = layout.ceil_div(self.pieces, 512)
         self.threads = layout.round_up(layout.ceil_div(self.pieces, self.pieces_per_thread), 32)
 
@@ -61,21 +63,27 @@ class Dispatch:
         smem = memory.SmemAllocator()
         rows = smem.allocate_tensor(Int32, cute.make_layout(self.top_k), 16)
         maxima = smem.allocate_tensor(Int32, cute.make_layout(32), 16)
+        live = live_tokens(route)
+        # The first token, while route still counts: whatever made x had ended before route began,
+        # but L1 may hold older lines, so these loads go past it.
+        words = cute.make_rmem_tensor((self.words, self.pieces_per_thread), Int32)
+        if token < live:
+            self.fetch(args, token, thread, words)
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
-        live = live_tokens(route)
         while token < live:
             if thread < self.top_k:
                 rows[thread] = self.row_of(route, token, thread)
             values = [
-                self.load(args, token, self.piece_at(thread, i))
-                for i in range(self.pieces_per_thread)
+                self.decoded(args, token, words[None, i]) for i in range(self.pieces_per_thread)
             ]
             if const_expr(self.keeps_blocks):
                 packed = [self.pack_bf16(v) for v in values]
                 row_sf = self.global_scale(args, token)
             else:
                 packed, row_sf = self.quantize(values, maxima, thread)
+            # The next token comes in while this one goes out; the last, once more.
+            self.fetch(args, cutlass.min(token + step, live - 1), thread, words)
             cute.arch.sync_threads()
             for k in cutlass.range_constexpr(self.top_k):
                 row = rows[k]
@@ -108,42 +116,37 @@ class Dispatch:
         """
         return cutlass.min(thread + i * self.threads, Int32(self.pieces - 1))
 
-    def load(self, args, token, piece):
-        """One piece: 16 elements as Float32, or 8 as the words that they are."""
+    def fetch(self, args, token, thread, words):
+        """A thread's pieces of a token as they are in memory, the block's scale byte behind."""
+        for i in range(self.pieces_per_thread):
+            piece = self.piece_at(thread, i)
+            row = args.x + Int64(token) * args.x_stride * (2 if self.x_kind == "bf16" else 1)
+            count = self.words if self.x_kind == "bf16" else self.words - 1
+            loaded = ptx.load_streaming(row + piece * (4 * count), count)
+            if self.x_kind != "bf16":
+                blocks = {"mxfp8": 32, "nvfp4": 16}[self.x_kind]
+                sf = Int64(token) * (self.hidden // blocks) + piece * 16 // blocks
+                loaded = [*loaded, Int32(ptx.load(Uint8, args.x_sf + sf))]
+            for j, word in enumerate(loaded):
+                words[j, i] = word
+
+    def decoded(self, args, token, words):
+        """A piece's 16 elements as Float32; what is copied stays words."""
         if self.copies:
-            raw = cute.make_rmem_tensor(4, Int32)
-            address = args.x + (Int64(token) * args.x_stride + piece * 8) * 2
-            cute.autovec_copy(ptx.vector(Int32, address, 4), raw)
-            return [raw[i] for i in range(4)]
+            return [words[i] for i in range(4)]
         if self.x_kind == "bf16":
-            raw = cute.make_rmem_tensor(8, Int32)
-            address = args.x + (Int64(token) * args.x_stride + piece * 16) * 2
-            for half in range(2):
-                cute.autovec_copy(
-                    ptx.vector(Int32, address + 16 * half, 4),
-                    cute.make_tensor(raw.iterator + 4 * half, cute.make_layout(4)),
-                )
-            return [f for i in range(8) for f in (ptx.low_bf16(raw[i]), ptx.high_bf16(raw[i]))]
+            return [f for i in range(8) for f in (ptx.low_bf16(words[i]), ptx.high_bf16(words[i]))]
         if self.x_kind == "mxfp8":
-            raw = cute.make_rmem_tensor(4, Int32)
-            cute.autovec_copy(
-                ptx.vector(Int32, args.x + Int64(token) * args.x_stride + piece * 16, 4), raw
-            )
-            sf_address = args.x_sf + Int64(token) * (self.hidden // 32) + piece // 2
-            byte = Int32(ptx.load(Uint8, sf_address))
+            byte = words[4]
             scale = select_(byte == 255, ptx.from_bits(Int32(q.NAN_BLOCK)), q.exp2_of_byte(byte))
             return [
-                ptx.mul(ptx.e4m3(ptx.shift_right(raw[i // 4], 8 * (i % 4))), scale)
+                ptx.mul(ptx.e4m3(ptx.shift_right(words[i // 4], 8 * (i % 4))), scale)
                 for i in range(16)
             ]
-        raw = cute.make_rmem_tensor(2, Int32)
-        cute.autovec_copy(
-            ptx.vector(Int32, args.x + Int64(token) * args.x_stride + piece * 8, 2), raw
-        )
-        sf = Int32(ptx.load(Uint8, args.x_sf + Int64(token) * (self.hidden // 16) + piece))
-        scale = ptx.e4m3(sf)
+        scale = ptx.e4m3(words[2])
         values = [
-            ptx.mul(self.e2m1(ptx.shift_right(raw[i // 8], 4 * (i % 8))), scale) for i in range(16)
+            ptx.mul(self.e2m1(ptx.shift_right(words[i // 8], 4 * (i % 8))), scale)
+            for i in range(16)
         ]
         if self.keeps_blocks:
             return values

@@ -7,6 +7,7 @@ from cutlass import Float32, Int32, Int64, cute, memory
 
 from moe_ep_jit import layout
 from moe_ep_jit.kernels.common import ptx
+from moe_ep_jit.kernels.common import quantize as q
 
 
 class FoldArgs(NamedTuple):
@@ -48,6 +49,10 @@ class Fold:
         lane, warp = thread % 32, thread // 32
         smem = memory.SmemAllocator()
         largest = smem.allocate_tensor(Float32, cute.make_layout((32, self.num_warps)), 16)
+        # The scales of the rows at hand, which were neighbours in memory by rows.
+        scales = smem.allocate_tensor(
+            Float32, cute.make_layout((32, self.blocks), stride=(1, 33)), 16
+        )
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         groups_per_tile = layout.ceil_div(self.tile_n, 32)
@@ -65,7 +70,8 @@ class Fold:
             if lane < rows:
                 for block in cutlass.range(warp, self.blocks, self.num_warps):
                     at = sf_at + (Int64(block) * args.sf_stride + lane) * 4
-                    scale = cute.arch.fmax(scale, ptx.load(Float32, at))
+                    scales[lane, block] = ptx.load(Float32, at)
+                    scale = cute.arch.fmax(scale, scales[lane, block])
             largest[lane, warp] = scale
             cute.arch.sync_threads()
             for local in cutlass.range(warp, rows, self.num_warps):
@@ -73,26 +79,23 @@ class Fold:
                 for w in cutlass.range_constexpr(1, self.num_warps):
                     top = cute.arch.fmax(top, largest[local, w])
                 at = args.h + Int64(first_row + local) * self.intermediate
-                self.fold_row(at, sf_at + Int64(local) * 4, args.sf_stride, top, lane)
+                self.fold_row(at, scales, local, top, lane)
                 if lane == 0:
                     ptx.store(Float32, args.row_sf + Int64(first_row + local) * 4, top)
             cute.arch.sync_threads()  # before the next rows' maxima
             group += step
 
     @cute.jit
-    def fold_row(self, h, h_sf, sf_stride, top, lane):
+    def fold_row(self, h, scales, local, top, lane):
         """One warp: multiply a row's blocks by 2^(their exponent - the row's) and round again."""
         for piece in cutlass.range(lane, self.intermediate // 16, 32):
-            scale = ptx.load(Float32, h_sf + Int64(piece // 2) * sf_stride * 4)
+            scale = scales[local, piece // 2]
             if scale != top:
                 words = cute.make_rmem_tensor(4, Int32)
                 at = ptx.vector(Int32, h + piece * 16, 4)
                 cute.autovec_copy(at, words)
-                factor = ptx.div(scale, top)  # of powers of two: exact, or 0 far below any E4M3
+                exponents = [ptx.shift_right(ptx.bits(x), 23) for x in (scale, top)]
+                factor = q.fold_factor(*exponents)
                 for w in cutlass.range_constexpr(4):
-                    x = [
-                        ptx.mul(ptx.e4m3(ptx.shift_right(words[w], 8 * i)), factor)
-                        for i in range(4)
-                    ]
-                    words[w] = ptx.pack_e4m3x2(x[0], x[1]) | (ptx.pack_e4m3x2(x[2], x[3]) << 16)
+                    words[w] = ptx.scale_e4m3x4(words[w], factor)
                 cute.autovec_copy(words, at)

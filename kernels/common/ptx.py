@@ -3,7 +3,7 @@
 Pure functions (no side effect) may be moved, merged or dropped by the compiler; the others may not.
 """
 
-from cutlass import Float32, Int32, Int64, cute
+from cutlass import Float32, Int32, Int64, cute, select_
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
@@ -65,6 +65,30 @@ def load_relaxed(address, *, loc=None, ip=None):
     return Int32(_asm(T.i32(), [Int64(address)], code, "=r,l,~{memory}", True))
 
 
+def load_streaming(address, count):
+    """``count`` Int32 that nobody reads again, past L1, as a Python list; from an address aligned
+    to as many bytes as they are, at most 16.
+    """
+    return [
+        word
+        for first in range(0, count, 4)
+        for word in _load_past_l1(Int64(address) + 4 * first, min(count, 4))
+    ]
+
+
+@dsl_user_op
+def _load_past_l1(address, count, *, loc=None, ip=None):
+    names = ", ".join(f"${i}" for i in range(count))
+    values = _asm(
+        llvm.StructType.get_literal([T.i32()] * count),
+        [address],
+        f"ld.relaxed.gpu.global.v{count}.b32 {{{names}}}, [${count}];",
+        ",".join(["=r"] * count) + ",l,~{memory}",
+        True,
+    )
+    return [Int32(llvm.extractvalue(T.i32(), values, [i], loc=loc, ip=ip)) for i in range(count)]
+
+
 def store(dtype, address, value):
     """Write one element to an address."""
     cute.make_tensor(ptr(dtype, address), cute.make_layout(1))[0] = value
@@ -83,10 +107,18 @@ def store_shared(dtype, address, value):
 @dsl_user_op
 def store_shared_cluster(address, rank, value, *, loc=None, ip=None):
     """Write an Int32 to a shared address (Int32) of the cluster's CTA ``rank``."""
-    code = (
-        "{.reg .b32 a; mapa.shared::cluster.u32 a, $0, $1; st.shared::cluster.s32 [a], $2;}"
-    )
+    code = "{.reg .b32 a; mapa.shared::cluster.u32 a, $0, $1; st.shared::cluster.s32 [a], $2;}"
     _asm(None, [Int32(address), Int32(rank), Int32(value)], code, "r,r,r,~{memory}", True)
+
+
+@dsl_user_op
+def store_words_if(condition, address, words, *, loc=None, ip=None):
+    """Four Int32 to an address on 16 bytes, as one predicated instruction: behind a branch the
+    compiler would move the loads of the words too, one after the other.
+    """
+    code = "{.reg .pred p; setp.ne.b32 p, $0, 0; @p st.global.v4.b32 [$1], {$2, $3, $4, $5};}"
+    values = [select_(condition, Int32(1), Int32(0)), Int64(address), *map(Int32, words)]
+    _asm(None, values, code, "r,l,r,r,r,r,~{memory}", True)
 
 
 @dsl_user_op
@@ -161,6 +193,12 @@ def bits(x):
 def from_bits(x):
     """The Float32 of a bit pattern."""
     return Float32(_asm(T.f32(), [Int32(x)], "mov.b32 $0, $1;", "=f,r", False))
+
+
+@dsl_user_op
+def keep(a, *, loc=None, ip=None):
+    """``a``, in a register: the compiler does not read a special register again each time."""
+    return Int32(_asm(T.i32(), [Int32(a)], "mov.b32 $0, $1;", "=r,r", True))
 
 
 def and_const(a, mask):
@@ -245,6 +283,20 @@ def e4m3(byte):
 def round_to_e4m3(x):
     """The nearest E4M3 of a Float32, as Float32."""
     return e4m3(pack_e4m3x2(x, Float32(0.0)))
+
+
+def scale_e4m3x4(word, factor):
+    """Four E4M3 in a word times a power of two (a Float32 up to 1), to nearest even.
+
+    Through f16, which holds every product that does not round to zero.
+    """
+    code = (
+        "{.reg .b16 l,h,s; .reg .b32 a,b,ss; mov.b32 {l,h}, $1; cvt.rn.f16x2.e4m3x2 a, l;"
+        " cvt.rn.f16x2.e4m3x2 b, h; cvt.rn.f16.f32 s, $2; mov.b32 ss, {s,s};"
+        " mul.rn.f16x2 a, a, ss; mul.rn.f16x2 b, b, ss; cvt.rn.satfinite.e4m3x2.f16x2 l, a;"
+        " cvt.rn.satfinite.e4m3x2.f16x2 h, b; mov.b32 $0, {l,h};}"
+    )
+    return Int32(_asm(T.i32(), [Int32(word), Float32(factor)], code, "=r,r,f", False))
 
 
 def exp2(x):

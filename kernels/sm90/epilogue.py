@@ -15,15 +15,15 @@ the thread's place in the warpgroup throughout.
 from typing import Any, NamedTuple
 
 import cutlass
-from cutlass import Float32, Int32, Int64, Uint8, Uint16, const_expr, cute, select_
+from cutlass import Float32, Int32, Int64, const_expr, cute
 
 from moe_ep_jit import layout
 from moe_ep_jit.kernels.common import ptx
 from moe_ep_jit.kernels.common import quantize as q
 from moe_ep_jit.kernels.common.activation import swiglu
 
-# Bytes between gate/up's staged rows of 64 bytes: keeps 16-byte alignment and puts the 8 rows that a
-# matrix is stored to into different banks.
+#: Bytes between gate/up's staged rows of 64 bytes: keeps 16-byte alignment and puts the 8 rows that
+#: a matrix is stored to into different banks.
 PITCH = 64 + 16
 
 
@@ -64,7 +64,7 @@ def load_or_zero(base, offset):
 
 def fetch(gemm, n, tile, strip, thread, args):
     """Begin to read what ``finish`` needs."""
-    row = cutlass.min(strip, gemm.strips - 1) * 64 + thread // 32 * 16 + thread % 32 // 4
+    row = cutlass.min(strip, gemm.strips - 1) * 64 + (thread >> 5) * 16 + ((thread & 31) >> 2)
     at = (Int64(tile.expert) * (gemm.strips * 64) + row) * 4  # the second row is 8 behind
     scales = [Float32(1.0)] * 2  # of groups of 128: the main loop has applied them
     if not gemm.group128:
@@ -165,7 +165,7 @@ def gated(gemm, acc, chunk, columns, place, constants, buffers, args):
     """This thread's features of the chunk's columns: of each n8, columns 2 c and 2 c + 1."""
     features = []
     for first in range(chunk, chunk + columns, 8):
-        x_sf = column_scales(gemm, first + place.thread % 4 * 2, buffers)
+        x_sf = column_scales(gemm, first + (place.thread & 3) * 2, buffers)
         for column in range(2):
             v = first // 2 + column
             gate, up = (
@@ -182,7 +182,7 @@ def share_maxima(gemm: cutlass.Constexpr, features: cutlass.Constexpr, place, bu
 
     An entry is a column, and for MXFP8, whose scales ask for no more, a pair of columns as halves.
     """
-    lane, warp = place.lane, place.thread // 32
+    lane, warp = place.lane, place.warp
     if const_expr(gemm.act == "mxfp8"):
         pairs = zip(features[::2], features[1::2], strict=True)
         maxima = [q.finite_halves(low, high) for low, high in pairs]
@@ -260,7 +260,7 @@ def requantized(gemm, features, place, buffers):
     """Features as their block's format holds them: scaled for E4M3, else in real units."""
     out = []
     for n8 in range(len(features) // 2):
-        pair = n8 * 4 + place.lane % 4
+        pair = n8 * 4 + (place.lane & 3)
         for column in range(2):
             feature = features[2 * n8 + column]
             if gemm.act == "mxfp8":
@@ -270,7 +270,7 @@ def requantized(gemm, features, place, buffers):
                     element = ptx.mul(ptx.round_to_e4m3(element), words[2 + column])
             else:
                 # A block of 16 is two warps' features.
-                block = place.thread // 64
+                block = place.warp >> 1
                 words = load_scales(buffers, pair * 2 + column, block * 8, 2)
                 element = ptx.mul(q.round_to_e2m1(ptx.mul(feature, words[0])), words[1])
             out.append(element)
@@ -298,8 +298,8 @@ def stage_bytes(features, place, buffers):
     if len(packed) % 2:
         packed.append(Int32(0))
     words = [ptx.permute(a, b, 0x5410) for a, b in zip(packed[::2], packed[1::2], strict=True)]
-    lane, warp = place.lane, place.thread // 32
-    row = lane // 8 * 8 + lane % 2 * 4 + lane % 8 // 2
+    lane, warp = place.lane, place.warp
+    row = (lane & 24) + (lane & 1) * 4 + ((lane & 7) >> 1)
     store_matrices(words, buffers.staging + row * PITCH + warp * 16, 8)
 
 
@@ -307,7 +307,7 @@ def stage_halves(features, place, buffers):
     """bf16 features to shared memory: a row of 32 a column."""
     pairs = zip(features[::2], features[1::2], strict=True)
     words = [ptx.pack_bf16x2(low, high) for low, high in pairs]
-    store_matrices(words, buffers.staging + place.lane * PITCH + place.thread // 32 * 16, 8)
+    store_matrices(words, buffers.staging + place.lane * PITCH + place.warp * 16, 8)
 
 
 def store_matrices(words, address, rows):
@@ -327,7 +327,7 @@ def copy_byte_rows(
     """Staged pairs of rows to the intermediate, 16 features of both a thread."""
     for first in cutlass.range_constexpr(0, columns, 128):
         item = first + place.thread
-        pair, half = item // 2, item % 2
+        pair, half = item >> 1, item & 1
         column = chunk + pair * 2
         if item < columns and column < tile.rows:
             words = cute.make_rmem_tensor(8, Int32)
@@ -359,7 +359,7 @@ def copy_half_rows(
 ):  # fmt: skip
     """Staged rows to the intermediate, 16 bytes a thread."""
     for first in cutlass.range_constexpr(0, columns * 4, 128):
-        local, piece = (first + place.thread) // 4, place.thread % 4
+        local, piece = (first + place.thread) >> 2, place.thread & 3
         column = chunk + local
         if local < columns and column < tile.rows:
             words = cute.make_rmem_tensor(4, Int32)
@@ -374,18 +374,17 @@ def finish_down(
     gemm: cutlass.Constexpr, n: cutlass.Constexpr, acc, tile, strip, place: cutlass.Constexpr,
     constants: cutlass.Constexpr, buffers, args
 ):  # fmt: skip
-    """Scale, bias, round to bf16; each row's 64 columns to the slot that the row came from.
+    """Scale, add the bias, round to bf16; each row's 64 columns to the slot that the row came from.
 
     The accumulators hold the output transposed; stmatrix turns it, into rows of 128 bytes whose
     16-byte pieces are swizzled by the row, so that neither side meets bank conflicts.
     """
-    wg, thread, lane = place.wg, place.thread, place.lane
-    warp, column_pair = thread // 32, thread % 4
-    for chunk in cutlass.range_constexpr(n // gemm.chunk(n)):
+    lane, warp = place.lane, place.warp
+    columns = gemm.chunk(n)
+    for chunk in cutlass.range_constexpr(0, n, columns):
         packed = []
-        for n8 in cutlass.range_constexpr(gemm.chunk_n // 8):
-            first = chunk * gemm.chunk_n + n8 * 8
-            x_sf = column_scales(gemm, first + column_pair * 2, buffers)
+        for first in cutlass.range_constexpr(chunk, chunk + columns, 8):
+            x_sf = column_scales(gemm, first + (lane & 3) * 2, buffers)
             for row in cutlass.range_constexpr(2):
                 v = first // 2 + 2 * row
                 low, high = (
@@ -393,27 +392,37 @@ def finish_down(
                     for i in range(2)
                 )
                 packed.append(ptx.pack_bf16x2(low, high))
-        piece = ((warp * 2 + lane // 8 % 2) ^ (lane % 8)) * 16
-        at = buffers.staging + (lane // 16 * 8 + lane % 8) * 128 + piece
+        piece = ((warp * 2 + ((lane >> 3) & 1)) ^ (lane & 7)) * 16
+        at = buffers.staging + ((lane >> 4) * 8 + (lane & 7)) * 128 + piece
         for i in cutlass.range_constexpr(0, len(packed), 4):
             ptx.stmatrix_trans(at + i * 4 * 128, packed[i : i + 4])
-        barrier(wg)
-        scatter_rows(gemm, tile, strip, chunk, thread, buffers, args)
-        barrier(wg)
+        barrier(place.wg)
+        scatter_rows(gemm, columns, chunk, tile, strip, place.thread, buffers, args)
+        barrier(place.wg)
 
 
 @cute.jit
 def scatter_rows(
-    gemm: cutlass.Constexpr, tile, strip, chunk: cutlass.Constexpr, thread, buffers, args
-):
-    """Staged rows to their slots, 16 bytes a thread."""
-    for first in cutlass.range_constexpr(0, gemm.chunk_n * 8, 128):
-        local, piece = (first + thread) // 8, thread % 8
-        column = chunk * gemm.chunk_n + local
-        if local < gemm.chunk_n and column < tile.rows:
-            words = cute.make_rmem_tensor(4, Int32)
-            at = buffers.staging + local * 128 + (piece ^ (local % 8)) * 16
-            cute.autovec_copy(ptx.vector(Int32, at, 4, ptx.SMEM), words)
-            slot = ptx.load_shared(Int32, buffers.slots + column * 4)
-            address = args.out + (Int64(slot) * gemm.m + strip * 64 + piece * 8) * 2
-            cute.autovec_copy(words, ptx.vector(Int32, address, 4))
+    gemm: cutlass.Constexpr, columns: cutlass.Constexpr, chunk: cutlass.Constexpr, tile, strip,
+    thread, buffers, args
+):  # fmt: skip
+    """Staged rows to their slots, 16 bytes a thread, 16 rows at once."""
+    my_row, piece = thread >> 3, thread & 7
+    row = my_row & (columns - 1) if const_expr(columns < 16) else my_row
+    staged = buffers.staging + row * 128 + (piece ^ (row & 7)) * 16
+    slots = buffers.slots + (chunk + row) * 4
+    out = args.out + (strip * 64 + piece * 8) * 2
+    live = cutlass.min(tile.rows, chunk + columns)
+    # Four rows' loads at once hide one another; those behind the live rows are harmless.
+    for batch in cutlass.range_constexpr(0, columns, 64):
+        firsts = list(range(batch, min(batch + 64, columns), 16))
+        words = cute.make_rmem_tensor((4, len(firsts)), Int32)
+        addresses = []
+        for i in cutlass.range_constexpr(len(firsts)):
+            at = ptx.vector(Int32, staged + firsts[i] * 128, 4, ptx.SMEM)
+            cute.autovec_copy(at, words[None, i])
+            slot = ptx.load_shared(Int32, slots + firsts[i] * 4)
+            addresses.append(out + Int64(slot) * (gemm.m * 2))
+        for i in cutlass.range_constexpr(len(firsts)):
+            four = [words[j, i] for j in range(4)]
+            ptx.store_words_if(chunk + firsts[i] + my_row < live, addresses[i], four)

@@ -15,11 +15,11 @@ from cutlass import (
     memory,
     select_,
 )
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from moe_ep_jit import layout
 from moe_ep_jit.kernels.common import ptx
-from moe_ep_jit.kernels.sm90 import epilogue
+from moe_ep_jit.kernels.sm90 import epilogue, mainloop
 from moe_ep_jit.kernels.sm90.config import Config
 from moe_ep_jit.kernels.sm90.upconvert import DECODERS
 from moe_ep_jit.layout import ceil_div, round_up
@@ -85,6 +85,7 @@ class Place(NamedTuple):
     strip: Int32  # of the tile's strips
     k_slice: Int32
     thread: Int32  # in the warpgroup
+    warp: Int32
     lane: Int32
 
 
@@ -144,12 +145,15 @@ class GroupedGemm:
         self.blocks_per_slice = 2 if not self.fp8 and self.k_blocks % 2 == 0 and small else 1
         self.blocks_per_stage = self.blocks_per_slice * self.k_slices
         self.k_stages = ceil_div(self.k_blocks, self.blocks_per_stage)
-        # Rows that the epilogue stages at once: few barriers in wide tiles, little memory else.
-        self.chunk_n = self.widths[-1] if len(self.widths) > 1 else min(self.tile_n, 32)
-        self.staging_bytes = self.chunk_n * 128
-        if gate_up and self.fp8:
-            self.chunk_n = self.tile_n
-            self.staging_bytes = max(self.tile_n // 2, 8) * epilogue.PITCH
+        # Rows that the epilogue stages at once: whole tiles where rows take little, or stages much.
+        half = self.widths[-1] if len(self.widths) > 1 else min(self.tile_n, 32)
+        self.chunk_n = self.tile_n if self.fp8 and (gate_up or self.tile_n > 64) else half
+        if gate_up:
+            # FP8 stages two rows in one.
+            rows = max(self.chunk_n // 2, 8) if self.fp8 else self.chunk_n
+            self.staging_bytes = rows * epilogue.PITCH
+        else:
+            self.staging_bytes = self.chunk_n * 128
         self.threads = 128 * (self.num_wgs + 1)
         self.plan_memory()
 
@@ -373,7 +377,7 @@ class GroupedGemm:
                         tma_bar_ptr=full,
                         mcast_mask=multicast,
                     )
-                stage, phase = self.advance(stage, phase)
+                stage, phase = mainloop.advance(self, stage, phase)
             slot = self.next_slot(slot)
             index += step
 
@@ -421,15 +425,6 @@ class GroupedGemm:
         return Tile(*(ptx.load_shared(Int32, address + 4 * i) for i in range(len(Tile._fields))))
 
     @cute.jit
-    def advance(self, stage, phase):
-        """The stage after this one, and the parity that its barriers are waited for with."""
-        stage += 1
-        if stage == self.num_stages:
-            stage = Int32(0)
-            phase = phase ^ 1
-        return stage, phase
-
-    @cute.jit
     def next_slot(self, slot):
         slot += 1
         if slot == self.ring_slots:
@@ -437,29 +432,23 @@ class GroupedGemm:
         return slot
 
     @cute.jit
-    def release(self, empty, lane):
-        """This warp is done with a stage: tell load, in a cluster of both CTAs."""
-        if lane < self.cluster:
-            if const_expr(self.cluster == 1):
-                cute.arch.mbarrier_arrive(empty)
-            else:
-                cute.arch.mbarrier_arrive(empty, lane)
-
-    @cute.jit
     def math(self, shared, thread, args):
         """The role of a math warpgroup."""
         wg = cute.arch.make_warp_uniform(thread // 128) - 1
-        place = Place(wg, wg // self.k_slices, wg % self.k_slices, thread % 128, thread % 32)
+        thread, lane = ptx.keep(thread & 127), ptx.keep(thread & 31)
+        place = Place(wg, wg // self.k_slices, wg % self.k_slices, thread, thread >> 5, lane)
         stage, phase, slot, count = Int32(0), Int32(0), Int32(0), Int32(0)
         block, _, _ = cute.arch.block_idx()
         grid, _, _ = cute.arch.grid_dim()
         index, step = block // self.cluster, grid // self.cluster
         num_steps = ptx.load_shared(Int32, shared.num_tiles) * self.m_steps
-        acc = [self.accumulators(self.tile_n) for _ in range(2 if self.begins_next else 0)]
+        acc = [mainloop.accumulators(self.tile_n) for _ in range(2 if self.begins_next else 0)]
         if const_expr(self.begins_next):
             if index < num_steps:
-                self.begin(acc[1], stage, phase, place, shared)
-                stage, phase = self.end_begun(acc, stage, phase, place, shared)
+                # acquire: the copies of load
+                cute.arch.mbarrier_wait(shared.full + stage, phase)
+                mainloop.begin(self, acc[1], stage, place, shared)
+                stage, phase = mainloop.end_begun(self, acc, stage, phase, place, shared)
         while index < num_steps:
             if const_expr(not self.begins_next):
                 # acquire: load wrote the tile before it released the tile's first stage
@@ -490,54 +479,30 @@ class GroupedGemm:
         """One tile in ``n`` columns: all of K, then the epilogue."""
         strip = tile.m_tile * self.strips_per_tile + place.strip
         constants = epilogue.fetch(self, n, tile, strip, place.thread, args)
-        k_loop = self.k_loop_e4m3 if const_expr(self.fp8) else self.k_loop_bf16
+        k_loop = mainloop.k_loop_e4m3 if const_expr(self.fp8) else mainloop.k_loop_bf16
         if const_expr(self.begins_next):
             sums = acc[0]
         else:
-            sums = self.accumulators(n)
+            sums = mainloop.accumulators(n)
             sums.fill(0.0)
-        stage, phase = k_loop(n, sums, tile, strip, stage, phase, place, shared, args)
+        stage, phase = k_loop(self, n, sums, tile, strip, stage, phase, place, shared, args)
         if const_expr(self.k_blocks % self.blocks_per_stage != 0):
             if self.my_stages(place.k_slice) < self.k_stages:
                 # No k-block of the last stage is this slice's.
                 cute.arch.mbarrier_wait(shared.full + stage, phase)
-                self.release(shared.empty + stage, place.lane)
-                stage, phase = self.advance(stage, phase)
+                mainloop.release(self, shared.empty + stage, place.lane)
+                stage, phase = mainloop.advance(self, stage, phase)
         if const_expr(self.begins_next):
-            self.begin(acc[1], stage, phase, place, shared)
+            mainloop.begin(self, acc[1], stage, place, shared)
         if const_expr(self.k_slices == 1):
             epilogue.finish(self, n, sums, tile, strip, place, constants, shared, args)
         else:
-            self.share_partial(sums, count, place, shared)
+            mainloop.share_partial(self, sums, count, place, shared)
             if place.k_slice == count % self.k_slices:
-                self.sum_partials(sums, count, place, shared)
+                mainloop.sum_partials(self, sums, count, place, shared)
                 epilogue.finish(self, n, sums, tile, strip, place, constants, shared, args)
         if const_expr(self.begins_next):
-            stage, phase = self.end_begun(acc, stage, phase, place, shared)
-        return stage, phase
-
-    def accumulators(self, n):
-        """A thread's part of 64 x n."""
-        return cute.make_rmem_tensor(((2, 2, n // 8), 1, 1), Float32)
-
-    @cute.jit
-    def begin(self, temporary, stage, phase, place: cutlass.Constexpr, shared):
-        """Issue the next tile's first k-block, all its columns."""
-        operands = self.operands_e4m3(self.tile_n, place, shared)
-        # acquire: the copies of load
-        cute.arch.mbarrier_wait(shared.full + stage, phase)
-        a_stage = stage * self.num_wgs + place.wg
-        self.issue_e4m3(operands, [temporary], 0, 4, a_stage, stage)
-
-    @cute.jit
-    def end_begun(self, acc: cutlass.Constexpr, stage, phase, place: cutlass.Constexpr, shared):
-        """The first k-block's sums are the accumulators that the tile goes on with."""
-        warpgroup.wait_group(0)
-        # release: this warp's wgmmas on the stage are done
-        self.release(shared.empty + stage, place.lane)
-        for v in cutlass.range_constexpr(cute.size(acc[0])):
-            acc[0][v] = acc[1][v] + Float32(0.0)
-        stage, phase = self.advance(stage, phase)
+            stage, phase = mainloop.end_begun(self, acc, stage, phase, place, shared)
         return stage, phase
 
     def my_stages(self, k_slice):
@@ -546,193 +511,3 @@ class GroupedGemm:
             return self.k_stages
         blocks = self.k_blocks // self.blocks_per_slice
         return (blocks - k_slice + (self.k_slices - 1)) // self.k_slices
-
-    def partial_address(self, shared, strip, k_slice, thread, i):
-        """Of 16 bytes of a slice's accumulators, those of a warp side by side."""
-        wg = strip * self.k_slices + k_slice
-        return shared.partials + wg * (256 * self.tile_n) + (i * 128 + thread) * 16
-
-    @cute.jit
-    def share_partial(self, acc, count, place: cutlass.Constexpr, shared):
-        """This slice's accumulators to shared memory, once those of the tile before were read."""
-        # acquire: sum_partials of the tile before, in another slice; the first finds it free
-        cute.arch.mbarrier_wait(shared.partials_empty + place.strip, (count & 1) ^ 1)
-        words = cute.make_rmem_tensor(4, Float32)
-        for i in cutlass.range_constexpr(self.tile_n // 8):
-            for j in cutlass.range_constexpr(4):
-                words[j] = acc[4 * i + j]
-            at = self.partial_address(shared, place.strip, place.k_slice, place.thread, i)
-            cute.autovec_copy(words, ptx.vector(Float32, at, 4, ptx.SMEM))
-        cute.arch.sync_warp()
-        if place.lane == 0:
-            # release: to sum_partials of the slice whose turn it is
-            cute.arch.mbarrier_arrive(shared.partials_full + place.strip)
-
-    @cute.jit
-    def sum_partials(self, acc, count, place: cutlass.Constexpr, shared):
-        """All slices' accumulators, summed in the order of the slices whoever's turn it is."""
-        cute.arch.mbarrier_wait(shared.partials_full + place.strip, count & 1)
-        words = cute.make_rmem_tensor(4, Float32)
-        for i in cutlass.range_constexpr(self.tile_n // 8):
-            for k_slice in cutlass.range_constexpr(self.k_slices):
-                at = self.partial_address(shared, place.strip, k_slice, place.thread, i)
-                cute.autovec_copy(ptx.vector(Float32, at, 4, ptx.SMEM), words)
-                for j in cutlass.range_constexpr(4):
-                    before = Float32(0.0) if const_expr(k_slice == 0) else acc[4 * i + j]
-                    acc[4 * i + j] = before + words[j]
-        cute.arch.sync_warp()
-        if place.lane == 0:
-            # release: to share_partial of every slice
-            cute.arch.mbarrier_arrive(shared.partials_empty + place.strip)
-
-    def token_fragments(self, tiled_mma, n, shared, thread):
-        """The first ``n`` rows of every token tile as wgmma's B."""
-        x = shared.x
-        if n != self.tile_n:
-            x = cute.local_tile(x, (n, self.token_k, cute.size(x, mode=[2])), (0, 0, 0))
-        return tiled_mma.make_fragment_B(tiled_mma.get_slice(thread).partition_B(x))
-
-    def operands_e4m3(self, n, place, shared):
-        """The MMA of ``n`` columns and its operands."""
-        major = OperandMajorMode.K
-        op = warpgroup.MmaF8Op(
-            Float8E4M3FN, Float8E4M3FN, Float32, (64, n, 32), warpgroup.OperandSource.SMEM,
-            major, major,
-        )  # fmt: skip
-        tiled_mma = cute.make_tiled_mma(op)
-        thr_mma = tiled_mma.get_slice(place.thread)
-        tA = tiled_mma.make_fragment_A(thr_mma.partition_A(shared.a))
-        return tiled_mma, tA, self.token_fragments(tiled_mma, n, shared, place.thread)
-
-    @cute.jit
-    def k_loop_e4m3(
-        self, n: cutlass.Constexpr, acc, tile, strip, stage, phase, place: cutlass.Constexpr,
-        shared, args
-    ):  # fmt: skip
-        """Add a tile's products of FP8 weights and tokens in shared memory to the accumulators."""
-        operands = self.operands_e4m3(n, place, shared)
-        # k32 steps a drain: all four, or where each has its own scale as many as have registers for
-        # a temporary each.
-        steps = 4 if const_expr(not self.loop_sf or n <= 16) else max(1, 64 // n)
-        temporaries = [self.accumulators(n) for _ in range(steps if self.loop_sf else 1)]
-        begun = 1 if const_expr(self.begins_next) else 0
-        for k_stage in cutlass.range(begun, self.my_stages(place.k_slice), unroll=1):
-            k_block = k_stage * self.k_slices + place.k_slice
-            row_scales = self.group_scales(tile, strip, k_block, place.thread, args)
-            cute.arch.mbarrier_wait(shared.full + stage, phase)
-            for first in cutlass.range_constexpr(0, 4, steps):
-                a_stage = stage * self.num_wgs + place.wg
-                b_stage = stage * self.k_slices + place.k_slice
-                self.issue_e4m3(operands, temporaries, first, steps, a_stage, b_stage)
-                scales = self.loop_scales(shared.sf, b_stage, first, steps, place.lane)
-                warpgroup.wait_group(0)
-                if const_expr(first + steps == 4):
-                    # release: this warp's wgmmas and scale reads on the stage are done
-                    self.release(shared.empty + stage, place.lane)
-                self.promote(acc, temporaries, scales, row_scales)
-            stage, phase = self.advance(stage, phase)
-        return stage, phase
-
-    @cute.jit
-    def issue_e4m3(
-        self, operands: cutlass.Constexpr, temporaries: cutlass.Constexpr, first, steps, a_stage,
-        b_stage
-    ):  # fmt: skip
-        tiled_mma, tA, tB = operands
-        mma = cute.make_mma_atom(tiled_mma.op)
-        mma.set(warpgroup.Field.ACCUMULATE, False)
-        warpgroup.fence()
-        for i in cutlass.range_constexpr(steps):
-            out = temporaries[i if const_expr(self.loop_sf) else 0]
-            k32 = first + i
-            cute.gemm(mma, out, tA[(None, None, k32, a_stage)], tB[(None, None, k32, b_stage)], out)
-            mma.set(warpgroup.Field.ACCUMULATE, not self.loop_sf)
-        warpgroup.commit_group()
-
-    def group_scales(self, tile, strip, k_block, thread, args):
-        """Weight scales of this thread's two rows for 128 of K, where rows could not fold whole."""
-        if not self.group128:
-            return None
-        row = cutlass.min(strip, self.strips - 1) * 64 + thread // 32 * 16 + thread % 32 // 4
-        at = (Int64(tile.expert) * self.k_blocks + k_block) * (self.strips * 64) + row
-        return [ptx.load(Float32, args.w_sf + (at + 8 * i) * 4) for i in range(2)]
-
-    def loop_scales(self, sf, k_block, first, steps, lane):
-        """Scales of this thread's token rows for each k32 step, in pairs of neighbouring rows.
-
-        k_block  of those in shared memory
-        """
-        if not self.loop_sf:
-            return None
-        base = sf + k_block * (16 * self.tile_n)
-        pairs = []
-        for i in range(steps):
-            for n8 in range(self.tile_n // 8):
-                offset = ((first + i) * self.tile_n + n8 * 8) * 4 + (lane % 4) * 8
-                pair = cute.make_rmem_tensor(2, Float32)
-                cute.autovec_copy(ptx.vector(Float32, base + offset, 2, ptx.SMEM), pair)
-                pairs.append(pair)
-        return pairs
-
-    def promote(self, acc, temporaries, scales, row_scales):
-        """Add the temporaries to the accumulators, scaled where their part of K has scales."""
-        for i, temporary in enumerate(temporaries):
-            for v in range(cute.size(temporary)):
-                n8, row, column = v // 4, v // 2 % 2, v % 2
-                scale = None
-                if self.loop_sf:
-                    scale = scales[i * (self.tile_n // 8) + n8][column]
-                if self.group128:
-                    scale = row_scales[row] if scale is None else scale * row_scales[row]
-                acc[v] = acc[v] + (temporary[v] if scale is None else temporary[v] * scale)
-
-    @cute.jit
-    def k_loop_bf16(
-        self, n: cutlass.Constexpr, acc, tile, strip, stage, phase, place: cutlass.Constexpr,
-        shared, args
-    ):  # fmt: skip
-        """Add a tile's products of weights decoded in registers and bf16 tokens."""
-        major = OperandMajorMode.K
-        op = warpgroup.MmaF16BF16Op(
-            BFloat16, Float32, (64, n, 16), warpgroup.OperandSource.RMEM, major, major
-        )
-        tiled_mma = cute.make_tiled_mma(op)
-        thr_mma = tiled_mma.get_slice(place.thread)
-        tB = self.token_fragments(tiled_mma, n, shared, place.thread)
-        a_shape = thr_mma.partition_shape_A((64, 64))
-        a_buffers = [cute.make_rmem_tensor(a_shape, BFloat16) for _ in range(2)]
-        a_words = [cute.recast_tensor(a, Int32) for a in a_buffers]
-        words = cute.make_rmem_tensor(self.decoder.words_per_half, Int32)
-        scales = cute.make_rmem_tensor(self.decoder.scale_words, Int32)
-        tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
-        last_stage = Int32(0)
-        for k_stage in cutlass.range(self.my_stages(place.k_slice), unroll=1):
-            cute.arch.mbarrier_wait(shared.full + stage, phase)
-            base = shared.w + (stage * self.num_wgs + place.wg) * self.slice_bytes
-            first_tokens = (stage * self.k_slices + place.k_slice) * self.tokens_per_slice
-            for half in cutlass.range_constexpr(2 * self.blocks_per_slice):
-                blob = base + half // 2 * self.blob_bytes
-                if const_expr(half % 2 == 0):
-                    self.decoder.load_scales(blob, place.thread, scales)
-                self.decoder.load_words(blob, half % 2, place.thread, words)
-                # One group may still run; the one before has left the A buffer filled next.
-                warpgroup.wait_group(1)
-                if const_expr(half == 1):
-                    # release: this warp's wgmmas on the stage before are done. One predicate: a
-                    # branch here would serialise the wgmmas (C7513).
-                    lane = select_(k_stage > 0, place.lane, Int32(32))
-                    self.release(shared.empty + last_stage, lane)
-                for b in cutlass.range_constexpr(4):
-                    self.decoder.decode(words, scales, half % 2 * 4 + b, a_words[half % 2], b)
-                warpgroup.fence()
-                for b in cutlass.range_constexpr(4):
-                    a = a_buffers[half % 2][None, None, b]
-                    cute.gemm(tiled_mma, acc, a, tB[None, None, b, first_tokens + half], acc)
-                warpgroup.commit_group()
-            last_stage = stage
-            stage, phase = self.advance(stage, phase)
-        warpgroup.wait_group(0)
-        if self.my_stages(place.k_slice) > 0:
-            # release: this warp's wgmmas on the tile's last stage are done
-            self.release(shared.empty + last_stage, place.lane)
-        return stage, phase
