@@ -128,7 +128,7 @@ def bind(ws: Workspace, weights: PreparedWeights) -> Binding:
 
 
 def _winners(ws: Workspace, problem: Problem, weights: PreparedWeights) -> dict[int, Any]:
-    if ws.arch is None:
+    if not ws.on_gpu:
         return {}
     gpu = torch.cuda.get_device_properties(ws.device).name
     layer = tuned.layer_name(problem, weights.kind)

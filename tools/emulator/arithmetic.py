@@ -35,6 +35,12 @@ def _binary(symbol: str) -> Emitter:
 
     def emit(w: Writer, i: Instruction) -> None:
         kind, _ = _split(i)
+        if kind == "f16x2":
+            # NumPy rounds a half's sum or product once, and keeps denormals.
+            d, a, b = i.operands
+            x, y = (f"{w.source(o, 'u32')}.view(f16)" for o in (a, b))
+            w.destination(d, "u32", f"({x} {symbol} {y}).view(u32)")
+            return
         if kind in (*_PACKED, "bf16", "f16"):
             raise i.unsupported("packed type")
         # Integers wrap alike with and without a sign.
@@ -295,12 +301,14 @@ def _convert(w: Writer, i: Instruction) -> None:
         ("bf16x2", "f32"): ("pack_bf16x2", "u32", {"rn"}),
         ("f16x2", "f32"): ("pack_f16x2", "u32", {"rn"}),
         ("e4m3x2", "f32"): ("pack_e4m3x2", "u16", {"rn", "satfinite"}),
+        ("e4m3x2", "f16x2"): ("f16x2_to_e4m3x2", "u16", {"rn", "satfinite"}),
     }.get((to, source))
     if packed:
         function, kind, needed = packed
         if modifiers != needed:
             raise i.unsupported("modifier")
-        w.destination(d, kind, f"fl.{function}({', '.join(w.source(o, 'f32') for o in rest)})")
+        form = "u32" if source == "f16x2" else "f32"
+        w.destination(d, kind, f"fl.{function}({', '.join(w.source(o, form) for o in rest)})")
         return
     (a,) = rest
     if (to, source) == ("f16x2", "e4m3x2"):

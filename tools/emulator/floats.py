@@ -94,6 +94,13 @@ def pack_e4m3x2(high: np.ndarray, low: np.ndarray) -> np.ndarray:
     return f32_to_e4m3(low) | f32_to_e4m3(high) << U16(8)
 
 
+def f16x2_to_e4m3x2(pair: np.ndarray) -> np.ndarray:
+    """cvt.rn.satfinite.e4m3x2.f16x2 d, a: uint16."""
+    low = (pair & U32(0xFFFF)).astype(U16).view(F16).astype(F32)
+    high = (pair >> U32(16)).astype(U16).view(F16).astype(F32)
+    return pack_e4m3x2(high, low)
+
+
 def f32_to_e2m1(x: np.ndarray) -> np.ndarray:
     """fp32 to E2M1 codes (uint16), saturating at 6; NaN becomes +6."""
     magnitude = np.abs(x)

@@ -76,9 +76,13 @@ class HostFunction:
             self._failure = error
 
 
+def c_compiler() -> str | None:
+    return shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+
+
 def _link(obj: Path, library: Path) -> None:
     """The object with the stand-in as a shared library. RuntimeError where there is no compiler."""
-    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    compiler = c_compiler()
     if compiler is None:
         raise RuntimeError(
             "the emulator needs a C compiler for its launch stand-in;"
