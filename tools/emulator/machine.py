@@ -110,7 +110,8 @@ class Launch:
     def text_of(self, line: int | None) -> str:
         if line is None:
             return ""
-        return self.kernel.module.lines[line - 1].strip()
+        text = " ".join(self.kernel.module.lines[line - 1].split())
+        return text.replace(f"{self.entry.name}_", "")
 
     @property
     def title(self) -> str:

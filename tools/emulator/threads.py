@@ -64,6 +64,8 @@ class Threads(MemoryAccess, WarpWide, Synchronize):
             if special is not None:
                 if not self._special(special):
                     return turn > 0
+                if code.traced:
+                    self.trace(special.line, None)
                 self.pc = block.successors[0]
                 continue
             function = code.function(self.pc, self.mask is not None)
