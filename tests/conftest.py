@@ -38,6 +38,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--full", action="store_true", help="everything on the emulator, not a pairwise choice"
     )
     group.addoption(
+        "--examples", help="folder of NVIDIA's CuTe DSL examples, to run them on the emulator"
+    )
+    group.addoption(
         "--arch", choices=sorted(ARCHES), help="fail, not skip, where a GPU of this arch is missing"
     )
 

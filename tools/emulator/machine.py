@@ -465,7 +465,7 @@ class Machine:
                 moved |= threads.run()
                 if threads.done:
                     cta.groups.remove(threads)
-            self._merge(cta)
+            moved |= self._merge(cta)
             if not cta.groups:
                 cta.end()
         if all(cta.done for cta in launch.ctas) and launch.before_is_complete():
@@ -476,17 +476,25 @@ class Machine:
             launch.complete = moved = True
         return moved
 
-    def _merge(self, cta: CTA) -> None:
-        """Threads that stand at the same place run together again; with a seed, some part."""
-        groups = cta.groups
-        if len(groups) > 1 and not (self.seed and self.random.random() < 0.5):
+    def _merge(self, cta: CTA) -> bool:
+        """Threads that stand at the same place run together again; with a seed, some part.
+
+        Whether any came together.
+        """
+        groups, merged = cta.groups, False
+        if len(groups) > 1:
+            # Parts of a warpgroup that wait for each other always meet.
+            all_meet = not self.seed or self.random.random() < 0.5
             kept: list[Threads] = []
             for threads in groups:
-                twin = next((k for k in kept if k.may_merge(threads)), None)
+                twin = None
+                if all_meet or threads.wait is not None:
+                    twin = next((k for k in kept if k.may_merge(threads)), None)
                 if twin is None:
                     kept.append(threads)
                 else:
                     twin.merge(threads)
+                    merged = True
             cta.groups = kept
         if self.seed:
             for threads in list(cta.groups):
@@ -494,6 +502,7 @@ class Machine:
                     cut = 128 * self.random.randrange(1, threads.count // 128)
                     threads.split_off(np.arange(cut, threads.count), threads.pc)
                     threads.keep_only(np.arange(cut))
+        return merged
 
     def _deadlock(self) -> str:
         rows = ["nothing can go on:"]

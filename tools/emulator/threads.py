@@ -167,6 +167,7 @@ class Threads(MemoryAccess, WarpWide, Synchronize):
 
     def split_off(self, lanes: np.ndarray, pc: int) -> Threads:
         """New ``Threads`` of these lanes (whole warps), going on at ``pc``."""
+        untouched = self.wgmma.untouched(self.R)
         other = Threads(self.cta, self.code, self.tids[lanes], [
             r if r is None or not isinstance(r, np.ndarray) else r[lanes] for r in self.R
         ])  # fmt: skip
@@ -175,18 +176,21 @@ class Threads(MemoryAccess, WarpWide, Synchronize):
         other.stack = [(_some(m, lanes), p, j) for m, p, j in self.stack]
         other.gone = _some(self.gone, lanes)
         other.wgmma = self.wgmma.part(lanes)
+        other.wgmma.left = {r: other.R[r] for r in untouched}
         other._tidy()
         self.cta.groups.append(other)
         return other
 
     def keep_only(self, lanes: np.ndarray) -> None:
         """Drop all lanes but these."""
+        untouched = self.wgmma.untouched(self.R)
         self.R[:] = [r if r is None or not isinstance(r, np.ndarray) else r[lanes] for r in self.R]
         self.tids, self.count = self.tids[lanes], len(lanes)
         self.mask = _some(self.mask, lanes)
         self.stack = [(_some(m, lanes), p, j) for m, p, j in self.stack]
         self.gone = _some(self.gone, lanes)
         self.wgmma = self.wgmma.part(lanes)
+        self.wgmma.left = {r: self.R[r] for r in untouched}
         self.constants, self.specials = {}, {}
         self._tidy()
 
@@ -261,6 +265,8 @@ class Threads(MemoryAccess, WarpWide, Synchronize):
         tids = np.concatenate((self.tids, other.tids))
         order = np.argsort(tids, kind="stable")
         live = self.code.program.blocks[self.pc].live_in
+        theirs_too = set(other.wgmma.untouched(other.R))
+        untouched = [r for r in self.wgmma.untouched(self.R) if r in theirs_too]
         for index in range(len(self.R)):
             mine, theirs = self.R[index], other.R[index]
             if isinstance(mine, wgmma.InFlight):
@@ -270,6 +276,7 @@ class Threads(MemoryAccess, WarpWide, Synchronize):
             else:
                 self.R[index] = None
         self.wgmma.merge(other.wgmma, order)
+        self.wgmma.left = {r: self.R[r] for r in untouched}
         self.wait = None
         self.tids, self.count = tids[order], len(tids)
         self.constants, self.specials = {}, {}

@@ -84,7 +84,9 @@ class Groups:
         self.open: list[Product] = []
         self.committed: list[list[Product]] = []
         self.values: dict[int, np.ndarray] = {}  # of accumulators in flight, before their products
-        self.fenced = False
+        self.fenced = self.ever_fenced = False
+        #: What wgmmas have left in their accumulators: as long as it is there nothing wrote them.
+        self.left: dict[int, np.ndarray] = {}
 
     @property
     def empty(self) -> bool:
@@ -100,7 +102,7 @@ class Groups:
         other.open = [p.part(lanes) for p in self.open]
         other.committed = [[p.part(lanes) for p in group] for group in self.committed]
         other.values = {r: v[lanes] for r, v in self.values.items()}
-        other.fenced = self.fenced
+        other.fenced, other.ever_fenced = self.fenced, self.ever_fenced
         return other
 
     def shape(self) -> list[list[int]]:
@@ -134,7 +136,7 @@ class Groups:
             return False
         threads.wait = None
         if i.op.startswith("wgmma.fence"):
-            self.fenced = True
+            self.fenced = self.ever_fenced = True
         elif i.op.startswith("wgmma.commit_group"):
             self.committed.append(self.open)
             self.open = []
@@ -165,10 +167,10 @@ class Groups:
         product.registers = registers_of(d)
         if len(product.registers) != product.n // 2:
             raise i.unsupported("accumulators")
-        running = {r for p in self._running() for r in p.registers}
-        touched = set(product.registers) - running
-        if touched and not self.fenced:
-            raise Fault("no wgmma.fence between writing an accumulator and the wgmma that uses it")
+        if not self.ever_fenced:
+            raise Fault("no wgmma.fence before a warpgroup's first wgmma")
+        if not self.fenced:
+            self._check_unwritten(threads, product.registers)
         if from_registers:
             product.a_registers = registers_of(a)
             product.a = np.stack([threads.value(o) for o in a.value])
@@ -188,11 +190,23 @@ class Groups:
         threads.cta.check_operands(threads, product)
         self.open.append(product)
 
+    def _check_unwritten(self, threads: Any, registers: list[int]) -> None:
+        """Without a fence, accumulators must be as a wgmma has left them, or in flight."""
+        for register in registers:
+            value = threads.R[register]
+            if not isinstance(value, InFlight) and value is not self.left.get(register):
+                name = threads.code.program.entry.names[register]
+                raise Fault(f"no wgmma.fence between a write of {name} and the wgmma that uses it")
+
+    def untouched(self, registers: list[Any]) -> list[int]:
+        """Accumulators that nothing has written since a wgmma did."""
+        return [r for r, value in self.left.items() if registers[r] is value]
+
     def _settle(self, threads: Any) -> None:
         """Accumulators that nothing in flight writes become registers again."""
         running = {r for p in self._running() for r in p.registers}
         for register in [r for r in self.values if r not in running]:
-            threads.R[register] = self.values.pop(register)
+            threads.R[register] = self.left[register] = self.values.pop(register)
         if self.empty:
             self.fenced = False
 
