@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import DEVICE, poison_bytes
+from conftest import DEVICE, EMULATED, FULL, poison_bytes
 from sm90_cases import (
     ACTS,
     BACKEND,
@@ -36,7 +36,8 @@ pytestmark = [pytest.mark.sm90, pytest.mark.emulated]
 @pytest.mark.parametrize(("name", "config"), RUNGS)
 def test_every_rung_is_within_the_bounds(name, config):
     layer = make_layer(name)
-    for tokens in (1, 37, MAX_TOKENS):
+    # 90 tokens give the first expert more rows than the widest tile.
+    for tokens in (1, 90) if EMULATED and not FULL else (1, 37, MAX_TOKENS):
         x, _, topk_weights = make_inputs(tokens)
         ids = uneven_ids(tokens)
         layer.poison()
