@@ -81,6 +81,7 @@ def gpu(monkeypatch):
     }
     for name, function in patches.items():
         monkeypatch.setattr(torch.cuda, name, function)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: STREAM, raising=False)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
     monkeypatch.setattr(variants, "resolve_backend", lambda device, backend="auto": "sm_90a")
     monkeypatch.setattr(
