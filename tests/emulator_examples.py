@@ -73,3 +73,20 @@ def build(host, arch, folder):
     text = compiled.artifacts.PTX
     (folder / "kernel.ptx").write_text(text if isinstance(text, str) else text.decode())
     return Object(folder)
+
+
+class ScaledGemm:
+    """dense_blockscaled_gemm_persistent from plain addresses; operands are K-major."""
+
+    def __init__(self, gemm, sizes, ab, sf, c):
+        self.gemm, self.sizes, self.types = gemm, sizes, (ab, ab, sf, sf, c)
+
+    @cute.jit
+    def __call__(self, a: Int64, b: Int64, c: Int64, sa: Int64, sb: Int64, stream: CUstream):
+        pointers = [
+            cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=32)
+            for dtype, address in zip(self.types, (a, b, sa, sb, c), strict=True)
+        ]
+        major = cute.nvgpu.OperandMajorMode.K
+        layouts = (major, major, cutlass.utils.LayoutEnum.ROW_MAJOR)
+        self.gemm(*pointers, layouts, (*self.sizes, 1), 2, stream)

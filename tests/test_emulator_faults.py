@@ -348,3 +348,54 @@ def test_an_instruction_that_is_not_known_is_named_with_its_line():
         run("frobnicate.b32 %r1, %r2;", 32, aligned(4))
     with pytest.raises(UnsupportedError, match=r"PTX line \d+: modifier sat"):
         run("mov.b32 %r2, 1; add.sat.s32 %r1, %r2, %r2;", 32, aligned(4))
+
+
+# Tensor memory
+
+
+def _tensor_core_body(wait=True, free=True, add=0):
+    """128 x 8 x 16 of ones on the tensor core of sm_100a, back through tensor memory."""
+    results = ", ".join(f"%r{100 + n}" for n in range(8))
+    fills = "".join(f"st.shared.b32 [%r4+{512 * n}], %r5;" for n in range(9))
+    loop = """{.reg .pred P;
+    W: mbarrier.try_wait.parity.shared.b64 P, [%r2+8192], 0; @P bra D; bra W; D:}"""
+    return f"""{_TID}
+    mov.b32 %r5, 0x3C003C00; {fills} fence.proxy.async;
+    setp.ne.s32 %p1, %r1, 0; @%p1 bra A; mov.b32 %r6, 1; mbarrier.init.shared.b64 [%r2+8192], %r6;
+    A: bar.sync 0; shr.u32 %r7, %r1, 5; setp.ne.s32 %p2, %r7, 0; @%p2 bra B;
+    add.s32 %r8, %r2, 8200; mov.b32 %r9, 32;
+    tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r8], %r9;
+    B: bar.sync 0; ld.shared.b32 %r10, [%r2+8200]; @%p1 bra C;
+    shr.u32 %r11, %r2, 4; cvt.u64.u32 %rd2, %r11;
+    or.b64 %rd3, %rd2, {8 << 16 | 16 << 32 | 1 << 46}; add.s64 %rd4, %rd3, {4096 >> 4};
+    mov.b32 %r12, {1 << 4 | 1 << 17 | 8 << 24}; mov.pred %p3, {add};
+    tcgen05.mma.cta_group::1.kind::f16 [%r10], %rd3, %rd4, %r12, %p3;
+    tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%r2+8192];
+    C: {loop if wait else ""}
+    shl.b32 %r13, %r7, 21; add.s32 %r14, %r10, %r13;
+    tcgen05.ld.sync.aligned.32x32b.x8.b32 {{{results}}}, [%r14];
+    tcgen05.wait::ld.sync.aligned;
+    ld.param.u64 %rd1, [p0]; cvt.u64.u32 %rd5, %r3; add.s64 %rd6, %rd1, %rd5;
+    st.global.b32 [%rd6], %r107; bar.sync 0; @%p2 bra E;
+    {"tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r10, %r9;" if free else ""}
+    E:
+    """
+
+
+def test_a_product_in_tensor_memory():
+    out = aligned(128)
+    run(_tensor_core_body(), 128, out, shared=16384)
+    assert (out.view(np.float32) == 16).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        ({"free": False}, "tensor memory was not freed"),
+        ({"wait": False}, "tcgen05.ld of "),
+        ({"add": -1}, "adds to columns that nothing has written"),
+    ],
+)
+def test_faults_around_tensor_memory(change, found):
+    with pytest.raises(Fault, match=found):
+        run(_tensor_core_body(**change), 128, aligned(128), shared=16384)

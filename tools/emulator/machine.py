@@ -18,6 +18,7 @@ from moe_ep_jit.tools.emulator.operations import EMITTERS
 from moe_ep_jit.tools.emulator.program import Program
 from moe_ep_jit.tools.emulator.ptx import Module
 from moe_ep_jit.tools.emulator.synchronize import NamedBarrier
+from moe_ep_jit.tools.emulator.tensor_memory import TensorMemory
 from moe_ep_jit.tools.emulator.threads import Threads
 
 #: Shared memory that a CTA may ask for, and what the system keeps at its start.
@@ -190,6 +191,8 @@ class CTA:
         self.named: dict[int, NamedBarrier] = {}
         self.mbarriers: dict[int, MBarrier] = {}
         self.bulk_groups: dict[int, list[list[Any]]] = {}
+        self.tensor_memory = TensorMemory()
+        self.last_commit: Any = None
         self.fenced: dict[int, View] = {}
         self.learnt: dict[int, View] = {}
         whole = -(-self.threads // 32) * 32
@@ -366,6 +369,8 @@ class CTA:
     def end(self) -> None:
         """Every thread has ended: what may not be left behind."""
         self.done = True
+        if self.tensor_memory.owner.any():
+            raise Fault(f"{self.name} has ended and its tensor memory was not freed")
         for barrier in self.mbarriers.values():
             if barrier.bytes:
                 raise Fault(f"{self.name} has ended; {barrier.describe()}")

@@ -25,6 +25,10 @@ class MBarrier:
             f"{self.expected} arrivals missing, {self.bytes} bytes pending"
         )
 
+    def tell(self, view: View) -> None:
+        """Pass on a view beside an arrival that brings another."""
+        add_view(self.views, view)
+
     def expect(self, count: int) -> None:
         """expect_tx: the current phase waits for ``count`` more bytes."""
         self.bytes += count

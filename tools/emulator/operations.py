@@ -250,7 +250,7 @@ def _map_address(w: Writer, i: Instruction) -> None:
 _BULK = {
     "async", "bulk", "tensor", "1d", "2d", "3d", "4d", "5d", "tile", "global", "shared::cta",
     "shared::cluster", "bulk_group", "L2::cache_hint", "multicast::cluster",
-    "mbarrier::complete_tx::bytes",
+    "mbarrier::complete_tx::bytes", "cta_group::1", "cta_group::2",
 }  # fmt: skip
 
 

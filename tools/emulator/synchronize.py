@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from moe_ep_jit.tools.emulator import tma
+from moe_ep_jit.tools.emulator import tensor_memory, tma
 from moe_ep_jit.tools.emulator.fault import Fault
 from moe_ep_jit.tools.emulator.mbarrier import MBarrier
 from moe_ep_jit.tools.emulator.ptx import Instruction, Operand
@@ -59,6 +59,8 @@ class Synchronize:
         """Carry out an instruction that may wait; whether it is done."""
         if i.op.startswith("wgmma."):
             return self.wgmma.instruction(self, i)
+        if i.op.startswith("tcgen05."):
+            return tensor_memory.instruction(self, i)
         if i.op.startswith("mbarrier.try_wait"):
             return self._try_wait(i)
         if i.op.startswith("bar") and not i.op.startswith("barrier.cluster"):

@@ -126,7 +126,11 @@ class Load(Copy):
             flags[places] = valid
             record, view = target.clock.asynchronous()
             shared.record(places * 16, 16, np.full(len(places), record))
-            barrier = target.mbarrier(self.mbarrier & 0xFFFFFF | target.rank << 24)
+            rank = target.rank
+            if "cta_group::2" in self.instruction.parts:
+                # The mbarrier of the pair's CTA that the address names.
+                rank = rank & ~1 | self.mbarrier >> 24 & 1
+            barrier = target.mbarrier(self.mbarrier & 0xFFFFFF | rank << 24)
             barrier.complete(len(places) * 16, view)
 
 

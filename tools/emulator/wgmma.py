@@ -242,11 +242,12 @@ class Groups:
 
 
 @cache
-def _relative(rows: int, row_bytes: int, swizzle: int, leading: int, stride: int) -> np.ndarray:
-    """Byte offsets [rows, row_bytes / 16] of 16-byte pieces before the swizzle."""
-    width = _SWIZZLE_BYTES[swizzle]
+def relative_offsets(
+    rows: int, row_bytes: int, width: int, leading: int, stride: int
+) -> np.ndarray:
+    """Byte offsets [rows, row_bytes / 16] of 16-byte pieces before a swizzle of ``width``."""
     row, piece = np.arange(rows)[:, None], np.arange(row_bytes // 16)[None]
-    if swizzle == 0:
+    if width == 16:
         return row // 8 * stride + row % 8 * 16 + piece * leading
     if row_bytes > width:
         raise Fault(f"a row of {row_bytes} bytes in a swizzle of {width}")
@@ -261,8 +262,9 @@ def operand_offsets(descriptor: int, rows: int, row_bytes: int) -> np.ndarray:
     swizzle = descriptor >> 62 & 3
     if descriptor >> 49 & 7:
         raise Fault("a shared memory descriptor with a base offset: its tile is not aligned")
-    offsets = start + _relative(rows, row_bytes, swizzle, leading, stride)
-    return swizzled(offsets, _SWIZZLE_BYTES[swizzle]).reshape(-1)
+    width = _SWIZZLE_BYTES[swizzle]
+    offsets = start + relative_offsets(rows, row_bytes, width, leading, stride)
+    return swizzled(offsets, width).reshape(-1)
 
 
 def swizzled(offsets: np.ndarray, width: int) -> np.ndarray:
