@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from moe_ep_jit.tools.emulator import memory as mem
-from moe_ep_jit.tools.emulator import tma
+from moe_ep_jit.tools.emulator import tma, wgmma
 from moe_ep_jit.tools.emulator.clocks import Clock, View, add_view
 from moe_ep_jit.tools.emulator.codegen import Code
 from moe_ep_jit.tools.emulator.fault import DeadlockFault, Fault
@@ -340,8 +340,6 @@ class CTA:
 
     def check_operands(self, threads: Any, product: Any) -> None:
         """The shared memory that a wgmma reads: written, ordered, and fenced."""
-        from moe_ep_jit.tools.emulator import wgmma
-
         for first in range(0, threads.count, 128):
             operands = [(product.b, product.n, product.kind_b)]
             if product.a.ndim == 1:

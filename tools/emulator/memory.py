@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import bisect
 import ctypes
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -103,11 +102,10 @@ def host_bytes(address: int, size: int) -> np.ndarray:
     return np.frombuffer((ctypes.c_uint8 * size).from_address(address), np.uint8)
 
 
-@dataclass
 class GlobalMemory:
     """Every allocation that kernels may touch, by address."""
 
-    def __post_init__(self) -> None:
+    def __init__(self) -> None:
         self._bases: list[int] = []
         self._parts: list[Memory] = []
 
@@ -115,6 +113,8 @@ class GlobalMemory:
         """Let kernels use ``size`` bytes of this process; replaces what overlaps."""
         if size == 0:
             return None
+        if address % 16:
+            raise ValueError(f"{name}: expected an address on 16 bytes, got {address:#x}")
         self.remove(address, size)
         part = Memory(name, address, host_bytes(address, size), written=written, granule=4)
         at = bisect.bisect(self._bases, address)
@@ -126,9 +126,6 @@ class GlobalMemory:
         """Forget every allocation that overlaps these bytes."""
         keep = [p for p in self._parts if p.base + p.size <= address or address + size <= p.base]
         self._parts, self._bases = keep, [p.base for p in keep]
-
-    def parts(self) -> list[Memory]:
-        return list(self._parts)
 
     def find(self, address: int) -> Memory | None:
         at = bisect.bisect(self._bases, address) - 1

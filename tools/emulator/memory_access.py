@@ -218,7 +218,6 @@ class MemoryAccess:
         """8x8 matrices of 16-bit elements; lane 8 i + r gives the address of row r of matrix i."""
         self.whole_warps(mask, "stmatrix")
         warps = self.warps_of(mask)
-        count = len(registers)
         for number, register in enumerate(registers):
             halves = np.ascontiguousarray(register.reshape(-1, 32)[warps]).view(np.uint16)
             matrix = halves.reshape(-1, 8, 8)  # [warp, lane // 4, 2 (lane % 4) + half]
@@ -229,7 +228,6 @@ class MemoryAccess:
             for part, offsets, at in self.shared_places(base, offset, 16, lanes, "stmatrix"):
                 tids = self.tids[lanes[at]]
                 part.store(offsets, rows[at], 8, self.cta.clock.records(tids))
-        assert count in (1, 2, 4)
 
     def ldmatrix(
         self, base: Any, offset: int, count: int, transposed: bool, mask: Any

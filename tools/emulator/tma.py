@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from moe_ep_jit.tools.emulator import clocks
 from moe_ep_jit.tools.emulator.fault import Fault
 from moe_ep_jit.tools.emulator.memory import POISON, WRITTEN, Memory
 from moe_ep_jit.tools.emulator.ptx import Instruction
@@ -267,8 +268,6 @@ def check_order(cta: Any, tid: int, part: Memory, offsets: np.ndarray) -> None:
 
 
 def _race(cta: Any, part: Memory, offset: int, tid: int, record: int) -> str:
-    from moe_ep_jit.tools.emulator import clocks
-
     uid, thread = clocks.describe(record)
     return (
         f"a copy that thread {tid} issues reads {part.name} + {offset}, which "
