@@ -311,6 +311,12 @@ def _issue_store(cta: Any, tid: int, i: Instruction, values: dict[str, Any]) -> 
     check_order(cta, tid, shared, places)
     low, high = int(at.min()), int(at.max()) + 16
     part = cta.machine.memory.at(low, high - low, "bulk store")
+    ((view, _),) = cta.clock.groups(np.array([tid]))
+    if view.horizon < cta.launch.first_uid:
+        raise Fault(
+            f"a bulk store of thread {tid} to {part.name} comes before its griddepcontrol.wait, "
+            "while the grid before may still run"
+        )
 
     def write() -> None:
         record, _ = cta.clock.asynchronous()
