@@ -41,7 +41,8 @@ class Workspace:
     problem   the layer's ``Problem``, or several: regions are sized by the largest of them
     group     None, or a ``torch.distributed`` group of one rank
     device    None: the current CUDA device where there is one, else the CPU
-    backend   "auto": kernels on CUDA, the reference on the CPU; "reference": the reference anywhere
+    backend   "auto": kernels on CUDA, the reference on the CPU; "reference": the reference anywhere,
+              "emulator": the kernels, by the PTX emulator on CPU tensors
     debug     two output buffers alternate, and the one before is filled with NaN by the next call;
               None: what ``MOE_EP_JIT_DEBUG`` says (empty, 0, no, false and off mean off)
     operand   "e4m3" or "bf16", where weights turned out to need another than the problem's own
@@ -68,7 +69,10 @@ class Workspace:
         _check_group(group)
         self.device = device = variants.usable_device(device)
         self.arch = variants.resolve_backend(device, backend)
-        if self.arch is not None and torch.cuda.is_current_stream_capturing():
+        #: tools.emulator.layer.Emulator with backend="emulator", else None.
+        self.emulator = _emulator() if backend == "emulator" else None
+        self.on_gpu = self.arch is not None and self.emulator is None
+        if self.on_gpu and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "Workspace: a CUDA graph is being captured; build the workspace, and call "
                 "moe_ep_jit.warmup, before the capture"
@@ -119,12 +123,13 @@ class Workspace:
                 output.fill_(float("nan"))
         start = -raw.data_ptr() % layout.REGION_ALIGN if self.nbytes_regions else 0
         self._regions = raw[start : start + self.nbytes_regions]
-        self._record = _error_record(pinned=self.arch is not None)
+        self._record = _error_record(pinned=self.on_gpu)
         # Read on every call: a ctypes view costs 0.1 us, Tensor.item() ten times that.
         self._error = (ctypes.c_int32 * layout.ERROR_WORDS).from_address(self._record.data_ptr())
         if self.arch is not None:
             self._control().zero_()
-            torch.cuda.current_stream(self.device).synchronize()
+            if self.on_gpu:
+                torch.cuda.current_stream(self.device).synchronize()
 
     @staticmethod
     def bytes_needed(
@@ -270,7 +275,7 @@ class Workspace:
     def check(self) -> None:
         """Wait for the device and raise the RuntimeError that a call has recorded, if any."""
         self._check_open()
-        if self.arch is not None and not torch.cuda.is_current_stream_capturing():
+        if self.on_gpu and not torch.cuda.is_current_stream_capturing():
             torch.cuda.synchronize(self.device)
         self.begin()
 
@@ -298,7 +303,7 @@ class Workspace:
         """
         if self._closed:
             return
-        if self.arch is not None:
+        if self.on_gpu:
             torch.cuda.synchronize(self.device)
         code = self._error[layout.ERROR_CODE]
         self._closed = True
@@ -350,12 +355,14 @@ class Workspace:
     def _raise_error(self) -> None:
         """Raise what the kernels recorded; clear it and the open round, so that work can go on."""
         code = self._error[layout.ERROR_CODE]
-        capturing = self.arch is not None and torch.cuda.is_current_stream_capturing()
+        capturing = self.on_gpu and torch.cuda.is_current_stream_capturing()
         if not capturing:  # else it stays for the next call that may wait
             self.round = None
-            if self.arch is not None:
+            if self.on_gpu:
                 torch.cuda.synchronize(self.device)
+            if self.arch is not None:
                 self._clear_tickets()
+            if self.on_gpu:
                 torch.cuda.current_stream(self.device).synchronize()
             self._record.zero_()
         raise RuntimeError(_explain(code))
@@ -368,6 +375,12 @@ def check_workspace(ws: object, name: str = "ws") -> None:
             f"{name}: expected Workspace, got {type(ws).__name__}; build "
             "moe_ep_jit.Workspace(weights.problem)"
         )
+
+
+def _emulator() -> Any:
+    from moe_ep_jit.tools.emulator.layer import Emulator  # needs the DSL's libraries, GPUs do not
+
+    return Emulator()
 
 
 def _error_record(pinned: bool) -> torch.Tensor:
