@@ -266,9 +266,8 @@ def ladder(arch: str, operand: str) -> tuple[Any, ...]:
 
 
 def rung_reason(arch: str, operand: str, rung: Any) -> str:
-    """Why ``rung`` is on the ladder, with its measured number; "" where nobody has written it."""
-    reasons = getattr(kernels_module(arch, "config"), "REASONS", {})
-    return reasons.get((operand, rung), "")
+    """Why ``rung`` is on the ladder, with its measured number."""
+    return kernels_module(arch, "config").REASONS[operand][rung.tile_n]
 
 
 def choose_rung(problem: Problem, arch: str, tokens: int, operand: str | None = None) -> Any:

@@ -41,8 +41,8 @@ class Workspace:
     problem   the layer's ``Problem``, or several: regions are sized by the largest of them
     group     None, or a ``torch.distributed`` group of one rank
     device    None: the current CUDA device where there is one, else the CPU
-    backend   "auto": kernels on CUDA, the reference on the CPU; "reference": the reference anywhere
-              and "emulator": the kernels, by the PTX emulator on CPU tensors
+    backend   "auto": kernels on CUDA, else the reference; "reference": the reference anywhere;
+              "emulator": the kernels, by the PTX emulator on CPU tensors
     debug     two output buffers alternate, and the one before is filled with NaN by the next call;
               None: what ``MOE_EP_JIT_DEBUG`` says (empty, 0, no, false and off mean off)
     operand   "e4m3" or "bf16", where weights turned out to need another than the problem's own

@@ -134,8 +134,8 @@ def test_registers_that_warpgroups_pass_on_fit_the_file(compiled, job):
 
 def test_every_rung_of_both_formats_is_covered():
     covered = {(j.facts["kind"], j.facts["act"], j.facts["config"]["tile_n"]) for j in SMALL}
-    assert len(covered) == 7 * 6
+    assert len(covered) == 7 * 7
     for preset in PRESETS:
         assert sum(preset == p.name for p in presets.load()) == 1
-    assert len(IN_FULL) == len(PRESETS) * (2 + 1) * 6
+    assert len(IN_FULL) == len(PRESETS) * (2 + 1) * 7
     assert min(j.facts["config"]["tile_n"] for j in SMALL) == layout.MIN_TILE_N

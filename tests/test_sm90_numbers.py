@@ -51,7 +51,9 @@ def test_every_rung_is_within_the_bounds(name, config):
 @pytest.mark.full
 @pytest.mark.parametrize("name", CASES)
 def test_rungs_agree_bit_for_bit(name):
-    """A row's sums do not depend on the tile around it; folding the intermediate changes them."""
+    """A row's sums do not depend on the tile around it. Folding the intermediate changes them, and
+    so does splitting K, where fp32 sums come in another order.
+    """
     layer = make_layer(name)
     x, _, topk_weights = make_inputs(150)
     ids = uneven_ids(150)
@@ -59,7 +61,7 @@ def test_rungs_agree_bit_for_bit(name):
     for config in variants.ladder("sm_90a", layer.weights.operand):
         layer.poison()
         y = bits(layer(x, ids, topk_weights, config=config).clone())
-        same = seen.setdefault(config.fold_intermediate, y)
+        same = seen.setdefault((config.fold_intermediate, config.k_slices), y)
         assert torch.equal(y, same), (config, int((y != same).any(1).sum()))
 
 

@@ -187,8 +187,9 @@ def test_rungs_are_on_the_ladder_and_grow_with_tokens(arch, operand):
     ]
     assert set(chosen) <= set(rungs)
     sizes = [rung.tile_n for rung in chosen]
-    assert sizes == sorted(sizes)
-    assert len(set(sizes)) > 1
+    assert sizes[:-2] == sorted(sizes[:-2])
+    assert len(set(sizes)) > 3
+    assert min(sizes[-2:]) >= 128  # beyond all tiles, what multiplies fastest
 
 
 def test_ladder_refuses_an_unknown_operand():

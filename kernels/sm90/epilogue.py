@@ -20,7 +20,7 @@ from cutlass import Float32, Int32, Int64, const_expr, cute
 from moe_ep_jit import layout
 from moe_ep_jit.kernels.common import ptx
 from moe_ep_jit.kernels.common import quantize as q
-from moe_ep_jit.kernels.common.activation import swiglu
+from moe_ep_jit.kernels.common.activation import clamp, swiglu
 
 #: Bytes between gate/up's staged rows of 64 bytes: keeps 16-byte alignment and puts the 8 rows that
 #: a matrix is stored to into different banks.
@@ -161,19 +161,23 @@ def finish_gate_up(
         barrier(place.wg)
 
 
-def gated(gemm, acc, chunk, columns, place, constants, buffers, args):
+@cute.jit
+def gated(
+    gemm: cutlass.Constexpr, acc, chunk: cutlass.Constexpr, columns: cutlass.Constexpr,
+    place: cutlass.Constexpr, constants: cutlass.Constexpr, buffers, args
+):  # fmt: skip
     """This thread's features of the chunk's columns: of each n8, columns 2 c and 2 c + 1."""
-    features = []
-    for first in range(chunk, chunk + columns, 8):
-        x_sf = column_scales(gemm, first + (place.thread & 3) * 2, buffers)
-        for column in range(2):
-            v = first // 2 + column
-            gate, up = (
-                scaled(acc[v + 2 * row], constants.scales[row], x_sf[column], constants.biases[row])
-                for row in range(2)
-            )
-            features.append(swiglu(gate, up, args.limit, args.alpha, args.beta))
-    return features
+    gates = [v for first in range(chunk, chunk + columns, 8) for v in (first // 2, first // 2 + 1)]
+    for i in cutlass.range_constexpr(len(gates)):
+        x_sf = column_scales(gemm, chunk + i // 2 * 8 + (place.thread & 3) * 2, buffers)[i % 2]
+        for row in cutlass.range_constexpr(2):
+            v = gates[i] + 2 * row
+            acc[v] = scaled(acc[v], constants.scales[row], x_sf, constants.biases[row])
+    if args.limit < Float32(float("inf")):
+        for i in cutlass.range_constexpr(len(gates)):
+            v = gates[i]
+            acc[v], acc[v + 2] = clamp(acc[v], acc[v + 2], args.limit)
+    return [swiglu(acc[v], acc[v + 2], args.alpha, args.beta) for v in gates]
 
 
 @cute.jit

@@ -138,8 +138,10 @@ class GroupedGemm:
         self.loop_sf = self.fp8 and not gate_up and not config.fold_intermediate
         self.has_row_sf = (self.fp8 and not self.loop_sf) or (gate_up and act == "nvfp4")
         self.has_expert_sf = not gate_up and act == "nvfp4"
-        # Wide FP8 tiles issue the next tile's first k-block before the epilogue, which it hides.
-        self.begins_next = self.fp8 and len(self.widths) > 1 and not self.group128
+        # Wide FP8 tiles issue the next tile's first k-block before the epilogue, which it hides; a
+        # loop over the one block left of two would be no loop, and its registers spill.
+        wide = len(self.widths) > 1
+        self.begins_next = self.fp8 and wide and not self.group128 and self.k_blocks > 2
         # Two k-blocks a stage halve the barrier work where decoding leaves little time for it.
         small = self.tile_n <= 32
         self.blocks_per_slice = 2 if not self.fp8 and self.k_blocks % 2 == 0 and small else 1
@@ -155,6 +157,10 @@ class GroupedGemm:
         else:
             self.staging_bytes = self.chunk_n * 128
         self.threads = 128 * (self.num_wgs + 1)
+        # Of 65,536: what the math warpgroups need, and load does without.
+        self.load_registers, self.math_registers = {2: (40, 232), 3: (32, 160), 4: (32, 112)}[
+            self.num_wgs
+        ]
         self.plan_memory()
 
     def plan_memory(self):
@@ -244,11 +250,11 @@ class GroupedGemm:
         self.share_num_tiles(shared, thread, args)
         self.sync_cluster()
         if warp < 4:
-            cute.arch.setmaxregister_decrease(32 if const_expr(self.num_wgs == 4) else 40)
+            cute.arch.setmaxregister_decrease(self.load_registers)
             if warp == 0:
                 self.load(tma_x, mX, shared, args)
         else:
-            cute.arch.setmaxregister_increase(112 if const_expr(self.num_wgs == 4) else 232)
+            cute.arch.setmaxregister_increase(self.math_registers)
             cute.arch.griddepcontrol_wait()
             self.math(shared, thread, args)
         if const_expr(self.cluster > 1):
