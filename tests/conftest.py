@@ -18,6 +18,8 @@ import numpy as np
 import pytest
 import torch
 
+from moe_ep_jit.tools.emulator.host import c_compiler
+
 #: Marker -> the compute capability that it needs.
 ARCHES = {"sm90": (9, 0), "sm100": (10, 0)}
 DEVICE_MARKERS = (*ARCHES, "ranks")
@@ -68,6 +70,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         reason = _missing_arch(arch, capability)
         emulated = EMULATED and item.get_closest_marker("emulated")
         if emulated and not item.config.getoption("--arch"):
+            _skip_without_compiler()
             continue
         if item.get_closest_marker(arch) and reason:
             if item.config.getoption("--arch") == arch:
@@ -76,6 +79,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     ranks = item.get_closest_marker("ranks")
     if ranks and torch.cuda.device_count() < ranks.args[0]:
         pytest.skip(f"needs {ranks.args[0]} GPUs, found {torch.cuda.device_count()}")
+
+
+def _skip_without_compiler() -> None:
+    if c_compiler() is None:
+        pytest.skip("the emulator's launch stand-in needs a C compiler, found no cc, gcc or clang")
 
 
 def _missing_arch(arch: str, capability: tuple[int, int]) -> str | None:
