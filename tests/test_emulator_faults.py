@@ -17,9 +17,7 @@ from moe_ep_jit.tools.emulator.host import c_compiler
 from moe_ep_jit.tools.emulator.layer import Object
 from moe_ep_jit.tools.emulator.machine import Machine
 
-pytestmark = pytest.mark.skipif(
-    c_compiler() is None, reason="the launch stand-in needs a C compiler"
-)
+pytestmark = pytest.mark.skipif(c_compiler() is None, reason="no C compiler for the stand-in")
 
 SEEDS = range(5)
 
