@@ -110,7 +110,7 @@ def moe_forward(
         stale = ws.next_output()
         result = _result(binding, ws, tokens, out)
         _put_output(args, topk_weights, result)
-        _run(launch, args, layout.STAGE_ALL, ws)
+        _run(launch, args, layout.STAGE_ALL, ws, x, topk_ids, topk_weights, num_tokens, result)
         _poison(stale, out)
         return result
 
@@ -182,7 +182,7 @@ def dispatch(
         launch = binding.launch(ws, weights, x_kind_of(x), tokens, config)
         args = launch.args.copy()
         _put_input(args, x, topk_ids, tokens, num_tokens)
-        _run(launch, args, layout.STAGE_DISPATCH, ws)
+        _run(launch, args, layout.STAGE_DISPATCH, ws, x, topk_ids, num_tokens)
     elif ws.exchange is not None:
         route, rows = _send(x, topk_ids, num_tokens, binding, ws)
         dispatch(rows, route.expert_ids, ws.local, binding.local, config=config)
@@ -239,7 +239,8 @@ def combine(
         _put_output(round_.args, topk_weights, result)
         if num_tokens is not None:
             round_.args[_NUM_TOKENS] = num_tokens.data_ptr()
-        _run(round_.launch, round_.args, layout.STAGE_COMBINE, ws)
+        given = (topk_ids, topk_weights, num_tokens, round_.num_tokens, result)
+        _run(round_.launch, round_.args, layout.STAGE_COMBINE, ws, *given)
     elif round_.route is not None:
         route, local = round_.route, round_.binding.local
         y = combine(route.expert_ids, _ones(route), ws.local, local)
@@ -517,14 +518,14 @@ def _put_output(args: list[Any], topk_weights: torch.Tensor, result: torch.Tenso
     args[_OUT_STRIDE] = result.stride(0)
 
 
-def _run(launch: Launch, args: list[Any], stages: int, ws: Workspace) -> None:
-    """Launch stages on the device's current stream."""
-    # The handle of torch.cuda.current_stream without its wrapper, which costs 2 us.
-    stream = torch._C._cuda_getCurrentRawStream(ws.device.index)
-    ws.note_stream(stream)
+def _run(launch: Launch, args: list[Any], stages: int, ws: Workspace, *tensors: Any) -> None:
+    """Launch stages on the device's current stream. tensors: what the call brought along."""
     args[_STAGES] = stages
-    args[_STREAM] = stream
-    launch.run(args)
+    if ws.on_gpu:
+        # The handle of torch.cuda.current_stream without its wrapper, which costs 2 us.
+        args[_STREAM] = torch._C._cuda_getCurrentRawStream(ws.device.index)
+        ws.note_stream(args[_STREAM])
+    launch.run(args, tensors)
 
 
 def _result(binding: Binding, ws: Workspace, tokens: int, out: torch.Tensor | None) -> torch.Tensor:

@@ -114,6 +114,19 @@ def load(
         return function
 
 
+def entry_folder(op: str, facts: dict[str, Any], *, arch: str, build: str, name: str) -> Path:
+    """Where an object that ``load`` has loaded lies on disk; RuntimeError where it does not."""
+    key = cache_key.full_key(op, facts, arch, build)
+    entry = Entry(key, cache_key.fingerprint(key), name)
+    for cache in cache_dirs():
+        if entry.folder(cache).is_dir():
+            return entry.folder(cache)
+    raise RuntimeError(
+        f"{entry.title} is in no cache folder;"
+        " run: export MOE_EP_JIT_CACHE=/a/writable/folder/of/your/own"
+    )
+
+
 @contextmanager
 def freeze() -> Iterator[None]:
     """While inside, in every thread, ``load`` raises ``RuntimeError`` where it would compile."""

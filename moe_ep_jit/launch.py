@@ -49,8 +49,11 @@ class Launch:
         self.args = args
         self.device = device
 
-    def run(self, args: list[Any]) -> None:
-        """Call the host function on the device that the memory is on."""
+    def run(self, args: list[Any], tensors: tuple[Any, ...]) -> None:
+        """Call the host function on the device that the memory is on.
+
+        tensors  what a call's addresses point into: the emulator's bounds
+        """
         index = self.device.index
         if torch.cuda.current_device() == index:
             self.function(*args)
@@ -112,7 +115,10 @@ class Binding:
         if launch is None:
             function = _function(ws, self.problem, weights.kind, x_kind, config)
             args = _bound_args(ws, self.problem, weights)
-            launch = Launch(function, args, ws.device)
+            if ws.emulator is not None:
+                launch = ws.emulator.bind(ws, weights, self.problem, function, args)
+            else:
+                launch = Launch(function, args, ws.device)
             self._launches[x_kind, config] = launch
         return launch
 
@@ -126,7 +132,7 @@ def bind(ws: Workspace, weights: PreparedWeights) -> Binding:
 
 
 def _winners(ws: Workspace, problem: Problem, weights: PreparedWeights) -> dict[int, Any]:
-    if ws.arch is None:
+    if not ws.on_gpu:
         return {}
     gpu = torch.cuda.get_device_properties(ws.device).name
     layer = tuned.layer_name(problem, weights.kind)
@@ -244,7 +250,7 @@ def _load_all(ws: Workspace, rungs: list[tuple[Problem, str, str, Any]]) -> None
     for rung in rungs:
         if rung in ws.functions:
             continue
-        _check_not_capturing()
+        _check_not_capturing(ws)
         try:
             ws.functions[rung] = jit.load("moe", **_what(ws, *rung), compile=False)
         except RuntimeError:
@@ -296,13 +302,16 @@ def _function(ws: Workspace, problem: Problem, kind: str, x_kind: str, config: A
     key = (problem, kind, x_kind, config)
     function = ws.functions.get(key)
     if function is None:
-        _check_not_capturing()
-        function = ws.functions[key] = jit.load("moe", **_what(ws, *key))
+        _check_not_capturing(ws)
+        function = jit.load("moe", **_what(ws, *key))
+        if ws.emulator is not None:
+            function = ws.emulator.function(jit.entry_folder("moe", **_what(ws, *key)))
+        ws.functions[key] = function
     return function
 
 
-def _check_not_capturing() -> None:
-    if torch.cuda.is_current_stream_capturing():
+def _check_not_capturing(ws: Workspace) -> None:
+    if ws.on_gpu and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "moe_forward: kernels are not loaded and a CUDA graph is being captured; call "
             "moe_ep_jit.warmup(ws, weights) before the capture (with x_kinds= for BlockScaled x, "
@@ -314,7 +323,10 @@ def _bound_args(ws: Workspace, problem: Problem, weights: PreparedWeights) -> li
     """The launch arguments with everything in place that no call changes; absent pointers are 0."""
     activation = problem.activation
     values: dict[str, Any] = dict.fromkeys(layout.LAUNCH_ARGS, 0)
-    values["num_sms"] = torch.cuda.get_device_properties(ws.device).multi_processor_count
+    if ws.emulator is not None:
+        values["num_sms"] = ws.emulator.num_sms
+    else:
+        values["num_sms"] = torch.cuda.get_device_properties(ws.device).multi_processor_count
     values["limit"] = math.inf if activation.limit is None else float(activation.limit)
     values["alpha"], values["beta"] = float(activation.alpha), float(activation.beta)
     values["recv_rows"] = problem.recv_rows

@@ -112,13 +112,22 @@ def check_arch(arch: str, name: str = "arch") -> None:
 def resolve_backend(device: torch.device, backend: str = "auto") -> str | None:
     """The arch whose kernels serve ``device``, or None for the reference.
 
-    backend  "auto": kernels on CUDA, the reference on the CPU; "reference": the reference anywhere
+    backend  "auto": kernels on CUDA, the reference on the CPU; "reference": the reference anywhere;
+             "emulator": on the CPU, the kernels of MOE_EP_JIT_ARCH, else of the first arch
     RuntimeError on a CUDA device whose arch has no kernels.
     """
     check(
-        backend in ("auto", "reference"),
-        f'backend: expected "auto" or "reference", got {backend!r}',
+        backend in ("auto", "reference", "emulator"),
+        f'backend: expected "auto", "reference" or "emulator", got {backend!r}',
     )
+    if backend == "emulator":
+        check(
+            device.type == "cpu",
+            f'backend: expected CPU tensors for "emulator", got {device}; pass device="cpu"',
+        )
+        arch = os.environ.get("MOE_EP_JIT_ARCH", "").strip() or next(iter(ARCHES))
+        check_arch(arch, "MOE_EP_JIT_ARCH")
+        return arch
     if backend == "reference" or device.type == "cpu":
         return None
     arch = detect_arch(device) if device.type == "cuda" else None
@@ -257,9 +266,8 @@ def ladder(arch: str, operand: str) -> tuple[Any, ...]:
 
 
 def rung_reason(arch: str, operand: str, rung: Any) -> str:
-    """Why ``rung`` is on the ladder, with its measured number; "" where nobody has written it."""
-    reasons = getattr(kernels_module(arch, "config"), "REASONS", {})
-    return reasons.get((operand, rung), "")
+    """Why ``rung`` is on the ladder, with its measured number."""
+    return kernels_module(arch, "config").REASONS[operand][rung.tile_n]
 
 
 def choose_rung(problem: Problem, arch: str, tokens: int, operand: str | None = None) -> Any:

@@ -183,7 +183,8 @@ def prepare_weights(
     h_global_scale   act "nvfp4" only: fp32 [] or [E/R], the checkpoint's input_scale of w2;
                      None: 2^-8
     arch             exact arch to pack for ("sm_90a"), CPU tensors too; None: the device's own
-    backend          "auto", or "reference" for the PyTorch reference's plain layout
+    backend          "auto", "reference" for the PyTorch reference's plain layout, or "emulator" for
+                     the kernels' layout on CPU tensors
     expected_tokens  tokens of a typical call, for format="auto"
     ValueError, TypeError: what does not fit; NaN or Inf in the weights, naming the experts.
     RuntimeError: CUDA tensors on an arch without kernels.

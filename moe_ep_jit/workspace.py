@@ -43,7 +43,8 @@ class Workspace:
     group     a ``torch.distributed`` group of ``num_ranks`` ranks; None: the default group, or none
               at all for one rank. Its ranks build their workspaces together
     device    None: the current CUDA device where there is one, else the CPU
-    backend   "auto": kernels on CUDA, the reference on the CPU; "reference": the reference anywhere
+    backend   "auto": kernels on CUDA, else the reference; "reference": the reference anywhere;
+              "emulator": the kernels, by the PTX emulator on CPU tensors
     debug     two output buffers alternate, and the one before is filled with NaN by the next call;
               None: what ``MOE_EP_JIT_DEBUG`` says (empty, 0, no, false and off mean off)
     operand   "e4m3" or "bf16", where weights turned out to need another than the problem's own
@@ -81,7 +82,10 @@ class Workspace:
             check_group(group, 1)
         self.device = device = variants.usable_device(device)
         self.arch = variants.resolve_backend(device, backend)
-        if self.arch is not None and torch.cuda.is_current_stream_capturing():
+        #: tools.emulator.layer.Emulator with backend="emulator", else None.
+        self.emulator = _emulator() if backend == "emulator" else None
+        self.on_gpu = self.arch is not None and self.emulator is None
+        if self.on_gpu and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "Workspace: a CUDA graph is being captured; build the workspace, and call "
                 "moe_ep_jit.warmup, before the capture"
@@ -100,7 +104,8 @@ class Workspace:
             self.local = Workspace(
                 own, device=device, backend=backend, debug=False, operand=operand
             )
-            self.arch = None  # the kernels run on the regions of ``local``
+            # The kernels run on the regions of ``local``.
+            self.arch, self.emulator, self.on_gpu = None, None, False
         self.nbytes_regions = max(sizes) if self.arch is not None else 0
         #: The round that the stage functions have begun: api.Round, None between calls.
         self.round: Any = None
@@ -142,12 +147,13 @@ class Workspace:
                 output.fill_(float("nan"))
         start = -raw.data_ptr() % layout.REGION_ALIGN if self.nbytes_regions else 0
         self._regions = raw[start : start + self.nbytes_regions]
-        self._record = _error_record(pinned=self.arch is not None)
+        self._record = _error_record(pinned=self.on_gpu)
         # Read on every call: a ctypes view costs 0.1 us, Tensor.item() ten times that.
         self._error = (ctypes.c_int32 * layout.ERROR_WORDS).from_address(self._record.data_ptr())
         if self.arch is not None:
             self._control().zero_()
-            torch.cuda.current_stream(self.device).synchronize()
+            if self.on_gpu:
+                torch.cuda.current_stream(self.device).synchronize()
 
     @staticmethod
     def bytes_needed(
@@ -308,7 +314,7 @@ class Workspace:
         if self.local is not None:
             self.local.check()
             self.exchange.peers.begin()
-        if self.arch is not None and not torch.cuda.is_current_stream_capturing():
+        if self.on_gpu and not torch.cuda.is_current_stream_capturing():
             torch.cuda.synchronize(self.device)
         self.begin()
 
@@ -345,7 +351,7 @@ class Workspace:
             return
         if self.exchange is not None:
             self.exchange.close()
-        if self.arch is not None:
+        if self.on_gpu:
             torch.cuda.synchronize(self.device)
         code = self._error[layout.ERROR_CODE]
         self._closed = True
@@ -400,12 +406,14 @@ class Workspace:
     def _raise_error(self) -> None:
         """Raise what the kernels recorded; clear it and the open round, so that work can go on."""
         code = self._error[layout.ERROR_CODE]
-        capturing = self.arch is not None and torch.cuda.is_current_stream_capturing()
+        capturing = self.on_gpu and torch.cuda.is_current_stream_capturing()
         if not capturing:  # else it stays for the next call that may wait
             self.round = None
-            if self.arch is not None:
+            if self.on_gpu:
                 torch.cuda.synchronize(self.device)
+            if self.arch is not None:
                 self._clear_tickets()
+            if self.on_gpu:
                 torch.cuda.current_stream(self.device).synchronize()
             self._record.zero_()
         raise RuntimeError(_explain(code))
@@ -418,6 +426,12 @@ def check_workspace(ws: object, name: str = "ws") -> None:
             f"{name}: expected Workspace, got {type(ws).__name__}; build "
             "moe_ep_jit.Workspace(weights.problem)"
         )
+
+
+def _emulator() -> Any:
+    from moe_ep_jit.tools.emulator.layer import Emulator  # needs the DSL's libraries, GPUs do not
+
+    return Emulator()
 
 
 def _error_record(pinned: bool) -> torch.Tensor:

@@ -1,8 +1,11 @@
 """Devices, seeds and poisoned memory for every test.
 
 Markers: ``sm90``, ``sm100`` (needs a GPU of that arch), ``ranks(n)`` (needs n GPUs); whatever has
-none of them is ``cpu``. A test whose device is missing is skipped with the reason; ``--arch sm90``
-turns that skip into a failure, so that a run meant for a GPU cannot pass empty.
+none of them is ``cpu``. ``emulated``: where there is no GPU, or with ``--emulate``, the test runs
+on the PTX emulator, on smaller shapes; what is ``full`` too does so with ``--full`` only.
+
+A test whose device is missing is skipped with the reason; ``--arch sm90`` turns that skip into a
+failure, so that a run meant for a GPU cannot pass empty.
 """
 
 from __future__ import annotations
@@ -15,29 +18,60 @@ import numpy as np
 import pytest
 import torch
 
+from moe_ep_jit.tools.emulator.host import c_compiler
+
 #: Marker -> the compute capability that it needs.
 ARCHES = {"sm90": (9, 0), "sm100": (10, 0)}
 DEVICE_MARKERS = (*ARCHES, "ranks")
+
+#: Where the tests of an arch's kernels run: set before any test module is read.
+DEVICE, EMULATED, FULL = "cuda", False, False
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("moe_ep_jit")
     group.addoption("--seed", type=int, default=0, help="added to the seed of every test")
     group.addoption(
+        "--emulate",
+        action="store_true",
+        help="run tests marked emulated on the PTX emulator; by itself where no GPU is",
+    )
+    group.addoption(
+        "--full", action="store_true", help="everything on the emulator, not a pairwise choice"
+    )
+    group.addoption(
+        "--examples", help="folder of NVIDIA's CuTe DSL examples, to run them on the emulator"
+    )
+    group.addoption(
         "--arch", choices=sorted(ARCHES), help="fail, not skip, where a GPU of this arch is missing"
     )
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Before any test module is read: whether sm90's tests run on the emulator."""
+    global DEVICE, EMULATED, FULL
+    EMULATED = config.getoption("--emulate") or not torch.cuda.is_available()
+    DEVICE, FULL = "cpu" if EMULATED else "cuda", config.getoption("--full")
+
+
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if not any(item.get_closest_marker(name) for name in DEVICE_MARKERS):
             item.add_marker("cpu")
+    if EMULATED and not config.getoption("--full"):
+        left = [item for item in items if item.get_closest_marker("full")]
+        config.hook.pytest_deselected(items=left)
+        items[:] = [item for item in items if not item.get_closest_marker("full")]
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     for arch, capability in ARCHES.items():
         reason = _missing_arch(arch, capability)
+        emulated = EMULATED and item.get_closest_marker("emulated")
+        if emulated and not item.config.getoption("--arch"):
+            _skip_without_compiler()
+            continue
         if item.get_closest_marker(arch) and reason:
             if item.config.getoption("--arch") == arch:
                 pytest.fail(f"--arch {arch}: {reason}", pytrace=False)
@@ -45,6 +79,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     ranks = item.get_closest_marker("ranks")
     if ranks and torch.cuda.device_count() < ranks.args[0]:
         pytest.skip(f"needs {ranks.args[0]} GPUs, found {torch.cuda.device_count()}")
+
+
+def _skip_without_compiler() -> None:
+    if c_compiler() is None:
+        pytest.skip("the emulator's launch stand-in needs a C compiler, found no cc, gcc or clang")
 
 
 def _missing_arch(arch: str, capability: tuple[int, int]) -> str | None:

@@ -1,4 +1,4 @@
-"""Layers, inputs and comparisons of the tests on a Hopper GPU.
+"""Layers, inputs and comparisons of the tests on a Hopper GPU, or on the emulator (smaller).
 
 Every workspace is poisoned (0xFF bytes, all but the control words) before a call whose numbers are
 looked at. ``want`` comes from weights in the reference's own layout, so that what the kernels'
@@ -12,7 +12,7 @@ from functools import cache
 
 import pytest
 import torch
-from conftest import poison_bytes
+from conftest import DEVICE, EMULATED, FULL, poison_bytes
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
@@ -23,6 +23,9 @@ from moe_ep_jit.kernels.sm90.packing import OPERANDS
 # Odd multiples of 64. Where an intermediate value lies close to the middle of two E4M3, the kernel
 # may round it to the other one: 6 to 12 % of that value, which shows in narrow rows (832: 3.3 %).
 HIDDEN, INTERMEDIATE, EXPERTS, TOP_K, MAX_TOKENS = 576, 4032, 8, 4, 300
+if EMULATED:
+    HIDDEN, INTERMEDIATE, MAX_TOKENS = 192, 320, 200
+BACKEND = "emulator" if EMULATED else "auto"
 GPT_OSS = moe.SwiGLU(limit=7.0, alpha=1.702, beta=1.0)
 
 #: Relative L2 of the whole against the reference; worst row and block may reach three times that.
@@ -56,11 +59,21 @@ CASES = {
 }
 MAIN = ["mxfp8", "nvfp4"]
 ACTS = ["mxfp8", "mxfp8-act-bf16", "nvfp4", "nvfp4-act-nvfp4", "nvfp4-act-mxfp8"]
-RUNGS = [
-    pytest.param(name, config, id=f"{name}-n{config.tile_n}")
-    for name, case in CASES.items()
-    for config in variants.ladder("sm_90a", OPERANDS[case.kind])
-]
+
+
+def _rungs():
+    """Every rung of every case. On the emulator each case meets two of them and each rung two or
+    three cases; the others need --full.
+    """
+    for number, (name, case) in enumerate(CASES.items()):
+        ladder = variants.ladder("sm_90a", OPERANDS[case.kind])
+        chosen = number % len(ladder), (number + 3) % len(ladder)
+        for index, config in enumerate(ladder):
+            marks = () if index in chosen else pytest.mark.full
+            yield pytest.param(name, config, id=f"{name}-n{config.tile_n}", marks=marks)
+
+
+RUNGS = list(_rungs())
 
 
 @dataclass
@@ -71,7 +84,16 @@ class Layer:
     ws: moe.Workspace
 
     def __call__(self, *inputs, **options):
-        return moe.moe_forward(*inputs, self.weights, self.ws, **options)
+        y = moe.moe_forward(*inputs, self.weights, self.ws, **options)
+        if EMULATED:
+            # Another order of everything for the next call; with --full, five for each.
+            for _ in range(4 if FULL else 0):
+                self.ws.emulator.seed += 1
+                before = y.clone()
+                y = moe.moe_forward(*inputs, self.weights, self.ws, **options)
+                assert torch.equal(bits(y), bits(before)), self.ws.emulator.seed
+            self.ws.emulator.seed = (self.ws.emulator.seed + 1) % 5
+        return y
 
     def poison(self):
         for name, tensor in self.ws.views(self.weights.problem, self.weights.operand).items():
@@ -96,16 +118,16 @@ def make_layer(name):
         bias=case.bias,
         activation=GPT_OSS if case.bias else moe.SwiGLU(),
     )
-    generator = torch.Generator("cuda").manual_seed(7)
+    generator = torch.Generator(DEVICE).manual_seed(7)
 
     def normal(*shape):
-        return torch.randn(shape, generator=generator, device="cuda")
+        return torch.randn(shape, generator=generator, device=DEVICE)
 
     w13 = normal(EXPERTS, 2 * INTERMEDIATE, HIDDEN) * HIDDEN**-0.5
     w2 = normal(EXPERTS, HIDDEN, INTERMEDIATE) * INTERMEDIATE**-0.5
     if case.spread:
         for w in (w13, w2):
-            group = torch.arange(w.shape[-1], device="cuda") // case.spread
+            group = torch.arange(w.shape[-1], device=DEVICE) // case.spread
             w *= torch.where(group % 2 == 1, 2.0**-20, 1.0)
     biases = {}
     if case.bias:
@@ -114,31 +136,33 @@ def make_layer(name):
             "w2_bias": normal(EXPERTS, HIDDEN),
         }
     w13, w2 = w13.bfloat16(), w2.bfloat16()
-    weights = moe.prepare_weights(w13, w2, problem, **biases)
+    weights = moe.prepare_weights(w13, w2, problem, backend=BACKEND, **biases)
     assert weights.kind == case.kind
     plain = moe.prepare_weights(w13, w2, problem, backend="reference", **biases)
     return Layer(weights, plain, (w13, w2), make_workspace(weights))
 
 
 def make_workspace(weights, **options):
-    ws = moe.Workspace(weights.problem, operand=weights.operand, **{"debug": False, **options})
-    moe.warmup(ws, weights)
+    options = {"debug": False, "device": DEVICE, "backend": BACKEND, **options}
+    ws = moe.Workspace(weights.problem, operand=weights.operand, **options)
+    if not EMULATED:  # which rungs a test needs shows as it runs
+        moe.warmup(ws, weights)
     return ws
 
 
 def make_inputs(tokens):
-    x = torch.randn(tokens, HIDDEN, device="cuda").bfloat16()
-    ids = torch.randint(0, EXPERTS, (tokens, TOP_K), device="cuda", dtype=torch.int32)
-    return x, ids, torch.rand(tokens, TOP_K, device="cuda")
+    x = torch.randn(tokens, HIDDEN, device=DEVICE).bfloat16()
+    ids = torch.randint(0, EXPERTS, (tokens, TOP_K), device=DEVICE, dtype=torch.int32)
+    return x, ids, torch.rand(tokens, TOP_K, device=DEVICE)
 
 
 def normal_weights(problem):
     """Gaussian w13 and w2 in bf16 of unit gain, expert by expert."""
     hidden, intermediate = problem.hidden, problem.intermediate
     w13 = torch.empty(
-        problem.num_experts, 2 * intermediate, hidden, device="cuda", dtype=torch.bfloat16
+        problem.num_experts, 2 * intermediate, hidden, device=DEVICE, dtype=torch.bfloat16
     )
-    w2 = torch.empty(problem.num_experts, hidden, intermediate, device="cuda", dtype=torch.bfloat16)
+    w2 = torch.empty(problem.num_experts, hidden, intermediate, device=DEVICE, dtype=torch.bfloat16)
     for e in range(problem.num_experts):
         w13[e].normal_(std=hidden**-0.5)
         w2[e].normal_(std=intermediate**-0.5)
@@ -146,17 +170,17 @@ def normal_weights(problem):
 
 
 def make_inputs_of(problem, tokens, ids=None):
-    x = torch.randn(tokens, problem.hidden, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(tokens, problem.hidden, device=DEVICE, dtype=torch.bfloat16)
     if ids is None:
-        ids = torch.randint(problem.num_experts, (tokens, problem.top_k), device="cuda")
-    return x, ids.int(), torch.rand(tokens, problem.top_k, device="cuda")
+        ids = torch.randint(problem.num_experts, (tokens, problem.top_k), device=DEVICE)
+    return x, ids.int(), torch.rand(tokens, problem.top_k, device=DEVICE)
 
 
 def uneven_ids(tokens):
     """Expert 0 gets most rows, expert 1 none, some slots are skipped, some ids repeat."""
-    ids = torch.randint(2, EXPERTS, (tokens, TOP_K), device="cuda", dtype=torch.int32)
-    ids[torch.rand(tokens, TOP_K, device="cuda") < 0.6] = 0
-    ids[torch.rand(tokens, TOP_K, device="cuda") < 0.1] = -1
+    ids = torch.randint(2, EXPERTS, (tokens, TOP_K), device=DEVICE, dtype=torch.int32)
+    ids[torch.rand(tokens, TOP_K, device=DEVICE) < 0.6] = 0
+    ids[torch.rand(tokens, TOP_K, device=DEVICE) < 0.1] = -1
     return ids
 
 

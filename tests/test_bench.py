@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
@@ -371,17 +372,15 @@ def test_least_iterations():
         small_request(iterations=29)
 
 
-def test_every_rung_has_its_place_for_a_reason(capsys, monkeypatch):
+def test_every_rung_says_why_with_a_number(capsys):
     from moe_ep_jit import cli
 
-    config = variants.kernels_module("sm_90a", "config")
-    rung = variants.ladder("sm_90a", "bf16")[1]
-    monkeypatch.setattr(config, "REASONS", {("bf16", rung): "0.1 ms less"}, raising=False)
     assert cli.main(["bench", "--ladder", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert len(rows) == sum(len(variants.ladder("sm_90a", o)) for o in ("e4m3", "bf16"))
-    assert [row["config"] for row in rows if row["reason"] == "0.1 ms less"] == [str(rung)]
+    assert all(re.search(r"\d ms\b", row["reason"]) for row in rows)
+    assert len({row["reason"] for row in rows}) == len(rows)
     assert cli.main(["bench", "--ladder"]) == 0
-    assert "0.1 ms less" in capsys.readouterr().out
+    assert rows[0]["reason"].split()[0] in capsys.readouterr().out
     assert cli.main(["bench", "--ladder", "--plot", "pictures"]) == 1
     assert "--ladder: expected no --compare and no --plot" in capsys.readouterr().err

@@ -288,6 +288,8 @@ def test_demo_compiles_then_loads(cache):
         result = json.loads(done.stdout)
         assert [shown["format"] for shown in result["formats"]] == list(FORMATS)
         assert all(shown["ms"] is None for shown in result["formats"])
+        assert all(shown["ran_on"] == "emulator" for shown in result["formats"])
+        assert all(0 < shown["error"]["whole"] < 2e-3 for shown in result["formats"])
         # Zero would mean that nothing was quantized.
         assert all(shown["dense_error"] > 0.02 for shown in result["formats"])
         kernels = [kernel for shown in result["formats"] for kernel in shown["kernels"]]
@@ -296,8 +298,9 @@ def test_demo_compiles_then_loads(cache):
     assert statuses == [{"compiled"}, {"loaded"}]
 
 
-@pytest.mark.parametrize("on_gpu", [False, True], ids=["cpu", "gpu"])
-def test_demo_says_what_ran(on_gpu, capsys):
+@pytest.mark.parametrize("ran_on", ["reference", "emulator", "gpu"])
+def test_demo_says_what_ran(ran_on, capsys):
+    on_gpu = ran_on == "gpu"
     result = {
         "format": "nvfp4",
         "act": "bf16",
@@ -307,7 +310,12 @@ def test_demo_says_what_ran(on_gpu, capsys):
         "arch": "sm_90a",
         "on_gpu": on_gpu,
         "sizes": {"tokens": 64},
-        "kernels": [{"name": "moe-n8", "status": "compiled", "seconds": 1.5}],
+        "ran_on": ran_on,
+        "emulated_s": 2.5 if ran_on == "emulator" else None,
+        "kernels": [
+            {"name": "moe-n8", "called": False, "status": "compiled", "seconds": 1.5},
+            {"name": "moe-n64", "called": True, "status": "loaded", "seconds": 0.5},
+        ],
         "ms": 0.25 if on_gpu else None,
         "error": {"whole": 0.0, "worst_row": 0.0, "worst_block": 0.0},
         "bound": 0.02,
@@ -318,9 +326,12 @@ def test_demo_says_what_ran(on_gpu, capsys):
     demo._print(result, Console(width=200))
     table, sentence = capsys.readouterr().out, demo._sentence(result)
     assert "moe-n8 compiled in 1.50 s" in table
-    assert ("not run: no GPU" in table) is not on_gpu
+    assert ("moe-n8 compiled in 1.50 s, not run: no GPU" in table) is not on_gpu
+    emulated = "moe-n64 loaded in 0.50 s, run on the PTX emulator in 2.5 s" in table
+    assert emulated is (ran_on == "emulator")
     assert ("the kernels ran on d in 0.250 ms" in sentence) is on_gpu
-    assert ("no GPU here runs them" in sentence) is not on_gpu
+    assert ("no GPU here runs them" in sentence) is (ran_on == "reference")
+    assert ("the PTX emulator ran one on the CPU" in sentence) is (ran_on == "emulator")
 
 
 def test_readme_sample_runs_as_it_stands():

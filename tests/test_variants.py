@@ -95,7 +95,10 @@ def test_cpu_has_no_kernels_and_runs_the_reference():
     assert variants.detect_arch("cpu") is None
     assert variants.resolve_backend(torch.device("cpu")) is None
     assert variants.resolve_backend(torch.device("cpu"), "reference") is None
-    with pytest.raises(ValueError, match='backend: expected "auto" or "reference"'):
+    assert variants.resolve_backend(torch.device("cpu"), "emulator") == "sm_90a"
+    with pytest.raises(ValueError, match='expected CPU tensors for "emulator", got cuda:0'):
+        variants.resolve_backend(torch.device("cuda:0"), "emulator")
+    with pytest.raises(ValueError, match='backend: expected "auto", "reference" or "emulator"'):
         variants.resolve_backend(torch.device("cpu"), "cuda")
 
 

@@ -1,7 +1,8 @@
 """``moe-ep-jit demo``: the layer in both formats on this machine, with its time and its error.
 
 With a GPU the kernels run. Without one they are compiled for the first arch of the list all the
-same, and the reference runs on the weights as packed for them.
+same and run on the PTX emulator; where no C compiler is, which that needs, the reference runs on
+the weights as packed for them.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import moe_ep_jit as moe
 from moe_ep_jit import jit, reference, variants
 from moe_ep_jit.problem import ARCHES, FORMATS, Problem
 from moe_ep_jit.tools import presets, routing, timing
+from moe_ep_jit.tools.emulator.host import c_compiler
 
 #: Bounds on rel-L2 against the reference; the worst row and block may have three times as much.
 REFERENCE_BOUNDS = {"mxfp8": 1e-2, "nvfp4": 2e-2}
@@ -86,10 +88,13 @@ def _show(
     )
     dense = reference.dense_bf16(x, ids, topk_weights, w13, w2, problem.activation)
     kernels = _kernels(problem, target, weights.kind, note)
-    note(f"{fmt}: forward")
-    backend = "auto" if arch else "reference"
+    ran_on = "gpu" if arch else "emulator" if c_compiler() else "reference"
+    note(f"{fmt}: forward on the {ran_on}")
+    backend = "auto" if arch else ran_on
+    start = time.perf_counter()
     with moe.Workspace(problem, device=device, backend=backend, operand=weights.operand) as ws:
         got = moe.moe_forward(x, ids, topk_weights, weights, ws)
+        seconds = time.perf_counter() - start
         errors = reference.error(got, want)._asdict()
         dense_error = reference.error(got, dense).whole
         ms = None
@@ -106,6 +111,8 @@ def _show(
         "device": variants.describe_device(device) if arch else "CPU (no GPU with kernels)",
         "arch": target,
         "on_gpu": bool(arch),
+        "ran_on": ran_on,
+        "emulated_s": round(seconds, 2) if ran_on == "emulator" else None,
         "sizes": {**_SIZES[device.type], "tokens": _TOKENS},
         "kernels": kernels,
         "ms": ms,
@@ -140,9 +147,9 @@ def _kernels(
     problem: Problem, arch: str, kind: str, note: Callable[[str], None]
 ) -> list[dict[str, Any]]:
     """Compile or load the objects for one token and for this call; each is a whole layer."""
-    rungs = dict.fromkeys(variants.choose_rung(problem, arch, tokens) for tokens in (1, _TOKENS))
+    rungs = [variants.choose_rung(problem, arch, tokens) for tokens in (1, _TOKENS)]
     found = []
-    for job in presets.jobs(problem, arch, rungs):
+    for job in presets.jobs(problem, arch, dict.fromkeys(rungs)):
         if job.facts["kind"] != kind:
             continue
         note(f"{job.name}: compiling or loading")
@@ -152,6 +159,7 @@ def _kernels(
         found.append(
             {
                 "name": job.name,
+                "called": job.facts["config"] == asdict(rungs[-1]),
                 "status": "compiled" if jit.stats()["compiles"] > before else "loaded",
                 "seconds": round(time.perf_counter() - start, 3),
             }
@@ -167,8 +175,10 @@ def _print(result: dict[str, Any], console: Console) -> None:
     table.add_row("device", escape(result["device"]))
     table.add_row("variant", f"{result['variant']}: {result['reason']}")
     table.add_row("layer", sizes)
-    ran = "" if result["on_gpu"] else ", not run: no GPU"
     for kernel in result["kernels"]:
+        ran = "" if result["on_gpu"] else ", not run: no GPU"
+        if result["ran_on"] == "emulator" and kernel["called"]:
+            ran = f", run on the PTX emulator in {result['emulated_s']:.1f} s"
         how = f"{kernel['status']} in {kernel['seconds']:.2f} s{ran}"
         table.add_row("kernels", f"{kernel['name']} {how}")
     timing = "not timed: no GPU" if result["ms"] is None else f"{result['ms']:.3f} ms a call"
@@ -203,6 +213,11 @@ def _sentence(result: dict[str, Any]) -> str:
     how = "compiled" if compiled == count else "loaded from the cache"
     if 0 < compiled < count:
         how = "compiled or loaded from the cache"
+    if result["ran_on"] == "emulator":
+        return (
+            f"{name}: {count} objects for {result['arch']} were {how}; no GPU here, so the PTX "
+            f"emulator ran one on the CPU: {errors}, {dense}, {verdict}."
+        )
     return (
         f"{name}: {count} objects for {result['arch']} were {how}; no GPU here runs them, so the "
         f"reference ran on the weights packed for them: {errors} on unpacked weights, {dense}, "

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 import cutlass
-from cutlass import Float32, Int32, Int64, Uint8, const_expr, cute, memory, select_
+from cutlass import Float32, Int32, Int64, const_expr, cute, memory, select_
 
 from moe_ep_jit import layout
 from moe_ep_jit.kernels.common import ptx
@@ -126,7 +126,7 @@ class Dispatch:
             if self.x_kind != "bf16":
                 blocks = {"mxfp8": 32, "nvfp4": 16}[self.x_kind]
                 sf = Int64(token) * (self.hidden // blocks) + piece * 16 // blocks
-                loaded = [*loaded, Int32(ptx.load(Uint8, args.x_sf + sf))]
+                loaded = [*loaded, ptx.load_relaxed(args.x_sf + sf, bits=8)]
             for j, word in enumerate(loaded):
                 words[j, i] = word
 

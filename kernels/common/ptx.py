@@ -59,9 +59,9 @@ def load_global(address):
 
 
 @dsl_user_op
-def load_relaxed(address, *, loc=None, ip=None):
-    """An Int32 from the L2 cache, whatever L1 holds."""
-    code = "ld.relaxed.gpu.global.s32 $0, [$1];"
+def load_relaxed(address, *, bits=32, loc=None, ip=None):
+    """An Int32 from the L2 cache, whatever L1 holds; of one byte with ``bits`` 8."""
+    code = f"ld.relaxed.gpu.global.u{bits} $0, [$1];"
     return Int32(_asm(T.i32(), [Int64(address)], code, "=r,l,~{memory}", True))
 
 

@@ -33,10 +33,13 @@ class RouteArgs(NamedTuple):
 
 @cute.jit
 def live_tokens(args):
-    """Rows of x that count: the device's number where one is given, never beyond x."""
+    """Rows of x that count: the device's number where one is given, never beyond x.
+
+    Dispatch asks before its wait, where L1 may hold the number of an earlier call.
+    """
     live = args.tokens
     if args.num_tokens != 0:
-        live = cutlass.max(cutlass.min(ptx.load(Int32, args.num_tokens), live), 0)
+        live = cutlass.max(cutlass.min(ptx.load_relaxed(args.num_tokens), live), 0)
     return live
 
 

@@ -32,6 +32,31 @@ class Config:
         return 64 * self.num_math_warpgroups // self.k_slices
 
 
+#: Why each rung is there: operand -> tile_n -> a whole layer's time in a CUDA graph on it, and on
+#: the rung that would serve instead, in one run. One H200, uniform routing, 2026-11-30, while the
+#: kernels were being tuned: they are a few per cent faster since.
+REASONS = {
+    "e4m3": {
+        8: "dsv3-ep8, 8 tokens: 0.306 ms, 4.4 TB/s of weights",
+        16: "dsv3-ep8, 32 tokens: 0.325 ms, 4.4 TB/s of weights",
+        32: "dsv3-ep8, 64 tokens: 0.343 ms, 0.392 with 16 columns",
+        64: "dsv4flash-ep4, 512 tokens: 0.418 ms, 0.441 with 128 columns",
+        128: "dsv4flash-ep4, 4096 tokens: 1.31 ms, 1.39 with 192 columns and two warpgroups",
+        160: "dsv3-ep8, 512 tokens: 0.471 ms, 0.521 with 128 columns",
+        192: "qwen3-30b, 8192 tokens: 0.831 ms, 0.855 with 128 columns",
+    },
+    "bf16": {
+        8: "nvfp4 dsv3-ep8, 8 tokens: 0.203 ms, 0.209 with K in one slice",
+        16: "nvfp4 dsv3-ep8, 32 tokens: 0.218 ms, 0.226 with K in two slices",
+        32: "nvfp4 dsv3-ep8, 64 tokens: 0.249 ms, 0.317 with K in two slices",
+        64: "nvfp4 dsv4flash-ep4, 512 tokens: 0.376 ms, 0.433 with 128 columns",
+        128: "nvfp4 qwen3-30b, 1024 tokens: 0.231 ms, 0.234 with 64 columns",
+        160: "nvfp4 dsv3-ep8, 512 tokens: 0.641 ms, 0.758 with 192 columns",
+        192: "nvfp4 qwen3-30b, 8192 tokens: 1.10 ms, 1.12 with 128 columns",
+    },
+}
+
+
 def ladder(operand: str) -> tuple[Config, ...]:
     """Every rung for an operand ("e4m3" or "bf16"), smallest first. Each is right for any token
     count.

@@ -103,13 +103,15 @@ class GroupedGemm:
     partials  mma -> mma    k_slices > 1: full: all slices' accumulators of a strip are in shared
                             memory; empty: the slice whose turn the epilogue is has read them
 
-    load: for each stage of each tile: wait empty, expect bytes, copy. Runs on into the next tile.
+    load: before the grid before has ended: the first tile's weights. Then for each stage of each
+          tile: wait empty, expect bytes, copy. Runs on into the next tile.
           The two CTAs of a cluster take neighbouring m-tiles of the same rows: each loads half of
           the tokens into both.
     mma:  e4m3: four wgmmas of k32 into a temporary, drain, add to the accumulators (FP8 wgmma keeps
           about 13 bits of a sum, so every 128 of K moves to fp32); where each 32 of K has a scale,
           a temporary each. The warpgroups fall out of step by themselves and fill each other's
-          gaps. bf16: decode 64 of K into one of two A buffers while the wgmmas on the other run.
+          gaps; wide tiles begin the next tile before their epilogue. bf16: decode 64 of K into one
+          of two A buffers while the wgmmas on the other run.
     epilogue: in the math warpgroups, from values that were fetched before the main loop.
 
     The n-tiles of an expert are neighbours in the schedule: their CTAs share weights through L2.

@@ -1,0 +1,1 @@
+"""Runs the PTX of compiled kernels on the CPU: numbers, layouts, barriers and order, no speed."""

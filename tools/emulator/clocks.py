@@ -1,0 +1,186 @@
+"""Who may see whose writes: happens-before, kept for each thread of a CTA.
+
+Each write leaves a record (CTA, thread, time). A thread may read it if the writer is itself, a grid
+that it has waited for, or a thread whose clock it has learnt, by barrier, mbarrier or release and
+acquire, at that time or later. ``fenced`` is the same for the async proxy: what TMA and the tensor
+cores may read needs a proxy fence between the write and them.
+
+Slot ``threads`` of each clock belongs to the CTA's asynchronous copies.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+_TIME_BITS, _THREAD_BITS = 30, 11
+_TIME_MASK = (1 << _TIME_BITS) - 1
+_THREAD_MASK = (1 << _THREAD_BITS) - 1
+UID_SHIFT = _TIME_BITS + _THREAD_BITS
+
+
+class View:
+    """What one thread knows: immutable, shared by all threads that know the same."""
+
+    __slots__ = ("fenced", "horizon", "other", "own", "uid")
+
+    def __init__(
+        self,
+        uid: int,
+        own: np.ndarray,
+        fenced: np.ndarray,
+        other: dict[int, np.ndarray],
+        horizon: int,
+    ) -> None:
+        self.uid, self.own, self.fenced, self.other = uid, own, fenced, other
+        self.horizon = horizon  # grids whose CTAs have a smaller uid are complete and visible
+
+    def joined(self, view: View) -> View:
+        """All that this thread knows and all that ``view`` does."""
+        if view is self:
+            return self
+        own, fenced, other = self.own, self.fenced, self.other
+        if view.uid == self.uid:
+            own = np.maximum(own, view.own)
+            fenced = np.maximum(fenced, view.fenced)
+            theirs = view.other
+        else:
+            theirs = {**view.other, view.uid: view.own}
+            if self.uid in theirs:
+                own = np.maximum(own, theirs.pop(self.uid))
+        if theirs:
+            other = dict(other)
+            for uid, clock in theirs.items():
+                other[uid] = np.maximum(other[uid], clock) if uid in other else clock
+        return View(self.uid, own, fenced, other, max(self.horizon, view.horizon))
+
+
+class Clock:
+    """The views of all threads of one CTA."""
+
+    def __init__(self, uid: int, threads: int, horizon: int) -> None:
+        self.uid, self.threads, self.time = uid, threads, 1
+        zeros = np.zeros(threads + 1, np.int64)
+        self.views: dict[int, View] = {0: View(uid, zeros, zeros, {}, horizon)}
+        self.view_of = np.zeros(threads, np.int64)
+        self._next = 1
+        self.bases = (uid << UID_SHIFT) | np.arange(threads + 1, dtype=np.int64) << _TIME_BITS
+
+    def records(self, tids: np.ndarray) -> np.ndarray:
+        """The records of writes that these threads make now."""
+        return self.bases[tids] + self.time
+
+    def groups(self, tids: np.ndarray) -> list[tuple[View, np.ndarray | slice]]:
+        """(view, places in ``tids`` of the threads that have it)."""
+        ids = self.view_of[tids]
+        if len(ids) == 0:
+            return []
+        if (ids == ids[0]).all():
+            return [(self.views[int(ids[0])], slice(None))]
+        return [(self.views[int(i)], np.flatnonzero(ids == i)) for i in np.unique(ids)]
+
+    def _assign(self, tids: np.ndarray, view: View) -> None:
+        self.views[self._next] = view
+        self.view_of[tids] = self._next
+        self._next += 1
+        if len(self.views) > 4 * self.threads + 64:
+            used = set(self.view_of.tolist())
+            self.views = {i: v for i, v in self.views.items() if i in used}
+
+    def release(self, tids: np.ndarray) -> View:
+        """What these threads know and have written until now."""
+        joined: View | None = None
+        for view, _ in self.groups(tids):
+            joined = view if joined is None else joined.joined(view)
+        own = joined.own.copy()
+        own[tids] = self.time
+        self.time += 1
+        return View(self.uid, own, joined.fenced, joined.other, joined.horizon)
+
+    def acquire(self, tids: np.ndarray, *views: View) -> None:
+        """These threads learn all that the views know."""
+        if not views:
+            return
+        for mine, places in self.groups(tids):
+            for view in views:
+                mine = mine.joined(view)  # noqa: PLW2901
+            self._assign(tids[places], mine)
+
+    def meet(self, tids: np.ndarray) -> None:
+        """A barrier: each of these threads learns what the others know."""
+        self._assign(tids, self.release(tids))
+
+    def fence_proxy(self, tids: np.ndarray) -> None:
+        """What these threads know becomes readable for the async proxy."""
+        for view, places in self.groups(tids):
+            fenced = np.maximum(view.fenced, view.own)
+            fenced[tids[places]] = self.time
+            new = View(self.uid, view.own, fenced, view.other, view.horizon)
+            self._assign(tids[places], new)
+        self.time += 1
+
+    def see_grids(self, tids: np.ndarray, horizon: int) -> None:
+        """griddepcontrol.wait: the grids before are complete and visible."""
+        for view, places in self.groups(tids):
+            new = View(self.uid, view.own, view.fenced, view.other, max(view.horizon, horizon))
+            self._assign(tids[places], new)
+
+    def asynchronous(self) -> tuple[int, View]:
+        """(record of an asynchronous write that lands now, the view of who is told of it)."""
+        record = int(self.bases[self.threads]) + self.time
+        own = np.zeros(self.threads + 1, np.int64)
+        own[self.threads] = self.time
+        self.time += 1
+        return record, View(self.uid, own, np.zeros_like(own), {}, 0)
+
+    def hidden(
+        self, tids: np.ndarray, records: np.ndarray, fenced: bool
+    ) -> tuple[int, int, bool] | None:
+        """The first (place, record, "a proxy fence is all that lacks") that may not be read.
+
+        tids     of the readers, one for each row of ``records``
+        records  [readers, bytes or words]
+        fenced   the reader is the async proxy
+        """
+        largest = int(records.max(initial=0))
+        if largest == 0:
+            return None
+        for view, places in self.groups(tids):
+            if largest >> UID_SHIFT < view.horizon:
+                continue
+            rows = records[places]
+            uid = rows >> UID_SHIFT
+            thread = np.minimum(rows >> _TIME_BITS & _THREAD_MASK, self.threads)
+            time = rows & _TIME_MASK
+            mine = uid == self.uid
+            good = mine & (time <= view.own[thread])
+            good |= mine & (thread == tids[places][:, None])
+            good |= uid < view.horizon
+            ordered = good
+            if fenced:
+                copied = thread == self.threads
+                good = good & (~mine | copied | (time <= view.fenced[thread]))
+            if good.all():
+                continue
+            for other in np.unique(uid[~ordered]):
+                clock = view.other.get(int(other))
+                if clock is not None:
+                    known = clock[np.minimum(thread, len(clock) - 1)]
+                    ordered = ordered | ((uid == other) & (time <= known))
+                    good = good | ((uid == other) & (time <= known))
+            if not good.all():
+                row, column = np.argwhere(~good)[0]
+                numbers = np.arange(len(tids))[places]
+                only_fence = bool(ordered[row, column])
+                return int(numbers[row]), int(rows[row, column]), only_fence
+        return None
+
+
+def describe(record: int) -> tuple[int, int]:
+    """(uid of the CTA, thread) of a record."""
+    return record >> UID_SHIFT, record >> _TIME_BITS & _THREAD_MASK
+
+
+def add_view(views: dict[int, View], view: View) -> None:
+    """Views of different CTAs stay apart: joining them would lose what each knows of its fences."""
+    known = views.get(view.uid)
+    views[view.uid] = view if known is None else known.joined(view)

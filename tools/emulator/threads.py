@@ -1,0 +1,337 @@
+"""Threads of a CTA that run in lock step: one array element a thread, whole warps only.
+
+Where the threads of a ``Threads`` part at a branch, a mask says who runs, and a stack where they
+come together again. Where something between may wait, warps that differ become ``Threads`` of
+their own, so that one role never holds up another.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from moe_ep_jit.tools.emulator import wgmma
+from moe_ep_jit.tools.emulator.codegen import Code
+from moe_ep_jit.tools.emulator.fault import Fault, UnsupportedError
+from moe_ep_jit.tools.emulator.memory_access import MemoryAccess
+from moe_ep_jit.tools.emulator.synchronize import Synchronize
+from moe_ep_jit.tools.emulator.warp_wide import WarpWide
+
+END = -1
+_BLOCKS_A_TURN = 400
+
+
+class Threads(MemoryAccess, WarpWide, Synchronize):
+    """Some warps of a CTA with their registers.
+
+    tids      thread numbers in the CTA, a multiple of 32, in ascending order
+    R         registers: unsigned arrays by index; None: nothing has written it
+    pc        the next block; ``join`` is where it ends and the stack's top goes on
+    mask      who runs, None for all
+    stack     (mask, pc, join) of who waits
+    """
+
+    def __init__(self, cta: Any, code: Code, tids: np.ndarray, registers: list[Any]) -> None:
+        self.cta, self.code, self.R = cta, code, registers
+        self.tids, self.count = tids, len(tids)
+        self.pc, self.join, self.mask = 0, -2, None
+        self.stack: list[tuple[np.ndarray | None, int, int]] = []
+        self.gone: np.ndarray | None = None
+        self.constants: dict[tuple[str, int], np.ndarray] = {}
+        self.specials: dict[str, np.ndarray] = {}
+        self.wait: Any = None  # what a special instruction waits on: synchronize.py
+        self.wgmma = wgmma.Groups()
+        self.done = False
+
+    # Running
+
+    def run(self) -> bool:
+        """Run until something waits, the end, or the end of this turn; whether anything ran."""
+        if self.wait is not None and self.still_waits():
+            return False
+        code, program = self.code, self.code.program
+        for turn in range(_BLOCKS_A_TURN):
+            while self.pc == self.join:
+                self._pop()
+            if self.pc == END:
+                self._pop_after_exit()
+                if self.done:
+                    return True
+                continue
+            block = program.blocks[self.pc]
+            special = block.special
+            if special is not None:
+                if not self._special(special):
+                    return turn > 0
+                if code.traced:
+                    self.trace(special.line, None)
+                self.pc = block.successors[0]
+                continue
+            function = code.function(self.pc, self.mask is not None)
+            try:
+                self.pc = function(self, self.R, self.mask)
+            except (UnsupportedError, KeyboardInterrupt):
+                raise
+            except Exception as error:
+                raise self._fault(error, code.line_of(error)) from error
+        return True
+
+    def _special(self, instruction: Any) -> bool:
+        try:
+            if instruction.guard is not None:
+                raise instruction.unsupported("guard on an instruction that can wait")
+            return self.special_instruction(instruction)
+        except (UnsupportedError, KeyboardInterrupt):
+            raise
+        except Exception as error:
+            raise self._fault(error, instruction.line) from error
+
+    def _fault(self, error: Exception, line: int | None) -> Exception:
+        if isinstance(error, Fault):
+            return error.locate(self.place(line))
+        if isinstance(error, (TypeError, AttributeError)) and "NoneType" in str(error):
+            return Fault("a register is read that nothing has written").locate(self.place(line))
+        error.add_note(self.place(line)) if hasattr(error, "add_note") else None
+        return error
+
+    def place(self, line: int | None = None) -> str:
+        """Where these threads are, in words."""
+        if line is None and self.pc >= 0:
+            line = self.code.program.blocks[self.pc].instructions[0].line
+        text = self.cta.launch.text_of(line)
+        warps = sorted({int(t) // 32 for t in self.tids})
+        return f"{self.cta.name}, warps {_ranges(warps)}, PTX line {line}: {text}"
+
+    def active(self) -> np.ndarray:
+        """Thread numbers of who runs now."""
+        return self.tids if self.mask is None else self.tids[self.mask]
+
+    # Branches
+
+    def branch(self, taken: Any, mask: np.ndarray | None, index: int) -> int:
+        """The next block after a conditional branch at the end of block ``index``."""
+        block = self.code.program.blocks[index]
+        target, following = block.successors
+        taken = np.broadcast_to(taken, self.count)
+        if mask is None:
+            if taken.all():
+                return target
+            if not taken.any():
+                return following
+            here, there = taken, ~taken
+        else:
+            here, there = taken & mask, mask & ~taken
+            if not here.any():
+                return following
+            if not there.any():
+                return target
+        if target == following:
+            return target
+        if block.waits:
+            return self._part(here, there, block)
+        return self._diverge(here, there, block)
+
+    def _diverge(self, here: np.ndarray, there: np.ndarray, block: Any) -> int:
+        """Run one side up to the join, then the other, then go on together."""
+        target, following = block.successors
+        self.stack.append((self.mask, block.join, self.join))
+        first, second = (here, target), (there, following)
+        if self.cta.machine.choose(2):
+            first, second = second, first
+        self.stack.append((*second, block.join))
+        self.mask, self.join = first[0], block.join
+        return first[1]
+
+    def _part(self, here: np.ndarray, there: np.ndarray, block: Any) -> int:
+        """Warps that go whole ways become ``Threads`` of their own, for something on the way may
+        wait; threads that part within a warp stay together.
+        """
+        target, following = block.successors
+        takes = here.reshape(-1, 32).any(axis=1)
+        leaves = there.reshape(-1, 32).any(axis=1)
+        idle = self.join if self.join >= 0 else END
+        ways = [
+            (takes & leaves, None),
+            (takes & ~leaves, target),
+            (~takes & leaves, following),
+            (~takes & ~leaves, idle),
+        ]
+        groups = [(np.flatnonzero(np.repeat(warps, 32)), pc) for warps, pc in ways if warps.any()]
+        for lanes, pc in groups[1:]:
+            self.split_off(lanes, pc)
+        lanes, pc = groups[0]
+        if len(groups) > 1:
+            self.keep_only(lanes)
+        return self._diverge(here[lanes], there[lanes], block) if pc is None else pc
+
+    def split_off(self, lanes: np.ndarray, pc: int) -> Threads:
+        """New ``Threads`` of these lanes (whole warps), going on at ``pc``."""
+        untouched = self.wgmma.untouched(self.R)
+        other = Threads(self.cta, self.code, self.tids[lanes], [
+            r if r is None or not isinstance(r, np.ndarray) else r[lanes] for r in self.R
+        ])  # fmt: skip
+        other.pc, other.join = pc, self.join
+        other.mask = _some(self.mask, lanes)
+        other.stack = [(_some(m, lanes), p, j) for m, p, j in self.stack]
+        other.gone = _some(self.gone, lanes)
+        other.wgmma = self.wgmma.part(lanes)
+        other.wgmma.left = {r: other.R[r] for r in untouched}
+        other._tidy()
+        self.cta.groups.append(other)
+        return other
+
+    def keep_only(self, lanes: np.ndarray) -> None:
+        """Drop all lanes but these."""
+        untouched = self.wgmma.untouched(self.R)
+        self.R[:] = [r if r is None or not isinstance(r, np.ndarray) else r[lanes] for r in self.R]
+        self.tids, self.count = self.tids[lanes], len(lanes)
+        self.mask = _some(self.mask, lanes)
+        self.stack = [(_some(m, lanes), p, j) for m, p, j in self.stack]
+        self.gone = _some(self.gone, lanes)
+        self.wgmma = self.wgmma.part(lanes)
+        self.wgmma.left = {r: self.R[r] for r in untouched}
+        self.constants, self.specials = {}, {}
+        self._tidy()
+
+    def _tidy(self) -> None:
+        """A mask of all is none; what nobody waits for is dropped."""
+        if self.mask is not None and self.mask.all():
+            self.mask = None
+        self.stack = [
+            (None if m is not None and m.all() else m, p, j)
+            for m, p, j in self.stack
+            if m is None or m.any()
+        ]
+
+    def _pop(self) -> None:
+        mask, pc, join = self.stack.pop()
+        if self.gone is not None:
+            alive = ~self.gone
+            mask = alive if mask is None else mask & alive
+            if not mask.any():
+                self.pc, self.join = END, -2
+                self.mask = mask
+                return
+        self.mask, self.pc, self.join = mask, pc, join
+
+    def _pop_after_exit(self) -> None:
+        """Who ran has ended; others may still wait."""
+        if self.stack and not (self.gone is None or self.gone.all()):
+            self._pop()
+        else:
+            self.done = True
+
+    def leave(self, mask: np.ndarray | None) -> int:
+        """``ret``: these threads have ended."""
+        self.wgmma.must_be_empty("threads end")
+        lanes = np.ones(self.count, bool) if mask is None else mask
+        self.gone = lanes.copy() if self.gone is None else self.gone | lanes
+        self.cta.threads_end(self.tids[lanes])
+        return END
+
+    def trap(self) -> int:
+        raise Fault("trap")
+
+    # Merging
+
+    def may_merge(self, other: Threads) -> bool:
+        return (
+            self.pc == other.pc
+            and self.mask is None
+            and other.mask is None
+            and not self.stack
+            and not other.stack
+            and self.gone is None
+            and other.gone is None
+            and self.join == other.join
+            and self._only_waits_for_warps()
+            and other._only_waits_for_warps()
+            and self.wgmma.shape() == other.wgmma.shape()
+        )
+
+    def _only_waits_for_warps(self) -> bool:
+        return self.wait is None or (isinstance(self.wait, tuple) and self.wait[0] == "warpgroup")
+
+    def whole_warpgroups(self) -> bool:
+        """Whether these threads are all of some warpgroups."""
+        if self.count % 128:
+            return False
+        groups = self.tids.reshape(-1, 128)
+        return bool((groups[:, 0] % 128 == 0).all() and (groups[:, -1] == groups[:, 0] + 127).all())
+
+    def merge(self, other: Threads) -> None:
+        """Take in the threads of ``other``, which stand at the same place."""
+        tids = np.concatenate((self.tids, other.tids))
+        order = np.argsort(tids, kind="stable")
+        live = self.code.program.blocks[self.pc].live_in
+        theirs_too = set(other.wgmma.untouched(other.R))
+        untouched = [r for r in self.wgmma.untouched(self.R) if r in theirs_too]
+        for index in range(len(self.R)):
+            mine, theirs = self.R[index], other.R[index]
+            if isinstance(mine, wgmma.InFlight):
+                continue
+            if index in live and mine is not None and theirs is not None:
+                self.R[index] = np.concatenate((mine, theirs))[order]
+            else:
+                self.R[index] = None
+        self.wgmma.merge(other.wgmma, order)
+        self.wgmma.left = {r: self.R[r] for r in untouched}
+        self.wait = None
+        self.tids, self.count = tids[order], len(tids)
+        self.constants, self.specials = {}, {}
+
+    def may_part(self) -> bool:
+        """Whether warpgroups may go apart here, so that a seed shows what that changes."""
+        return (
+            self.count > 128
+            and self.mask is None
+            and not self.stack
+            and self.wait is None
+            and self.whole_warpgroups()
+            and self.pc >= 0
+        )
+
+    # What generated code calls
+
+    def full(self, value: Any) -> np.ndarray:
+        """An array of one constant, shared: arrays are never written in place."""
+        key = (type(value).__name__, value.tobytes() if hasattr(value, "tobytes") else int(value))
+        found = self.constants.get(key)
+        if found is None:
+            found = self.constants[key] = np.full(self.count, value)
+            found.flags.writeable = False
+        return found
+
+    def special(self, name: str) -> np.ndarray:
+        found = self.specials.get(name)
+        if found is None:
+            found = self.specials[name] = self.cta.special_register(name, self.tids)
+        return found
+
+    def symbol(self, name: str, kind: type) -> np.ndarray:
+        return self.full(kind(self.cta.symbol(name)))
+
+    def rewritten(self, register: int, value: Any) -> Any:
+        """A wgmma operand is about to be written: not while one runs on it."""
+        if not self.wgmma.empty:
+            self.wgmma.check_write(register)
+        return value
+
+    def trace(self, line: int, value: Any) -> None:
+        tracer = self.cta.machine.tracer
+        if tracer is not None:
+            tracer(self, line, value)
+
+
+def _some(mask: np.ndarray | None, lanes: np.ndarray) -> np.ndarray | None:
+    return None if mask is None else mask[lanes]
+
+
+def _ranges(numbers: list[int]) -> str:
+    parts, start = [], numbers[0]
+    for number, following in zip(numbers, [*numbers[1:], -2], strict=True):
+        if following != number + 1:
+            parts.append(f"{start}" if start == number else f"{start}-{number}")
+            start = following
+    return ", ".join(parts)
