@@ -252,7 +252,7 @@ def _load_all(ws: Workspace, rungs: list[tuple[Problem, str, str, Any]]) -> None
             continue
         _check_not_capturing(ws)
         try:
-            ws.functions[rung] = jit.load("moe", **_what(ws, *rung), compile=False)
+            ws.functions[rung] = _load(ws, _what(ws, *rung), compile=False)
         except RuntimeError:
             missing.append(rung)
     if missing:
@@ -303,10 +303,15 @@ def _function(ws: Workspace, problem: Problem, kind: str, x_kind: str, config: A
     function = ws.functions.get(key)
     if function is None:
         _check_not_capturing(ws)
-        function = jit.load("moe", **_what(ws, *key))
-        if ws.emulator is not None:
-            function = ws.emulator.function(jit.entry_folder("moe", **_what(ws, *key)))
-        ws.functions[key] = function
+        function = ws.functions[key] = _load(ws, _what(ws, *key))
+    return function
+
+
+def _load(ws: Workspace, what: dict[str, Any], **options: Any) -> Callable[..., Any]:
+    """``jit.load`` of one object, or that object as the emulator runs it."""
+    function = jit.load("moe", **what, **options)
+    if ws.emulator is not None:
+        return ws.emulator.function(jit.entry_folder("moe", **what))
     return function
 
 

@@ -24,6 +24,16 @@ from moe_ep_jit.problem import ACTS, FORMATS, WIRES, Problem, check
 #: Seconds that a rank waits for the others in one phase, unless told otherwise.
 TIMEOUT = 60.0
 
+#: Where all ranks meet, by what messages and errors call it.
+_PHASES = ("comparing problems", "warm-up", "count exchange")
+
+#: What a rank posts in front of its counts.
+_POST = ("layer (of those that share the buffers)", "format", "act", "payload")
+
+#: int32 words of a message, at least: its phase, then what the phase says. Those that can meet are
+#: of one size, since gloo ends the process where a message is longer than what waits for it.
+_MESSAGE_WORDS = 1024
+
 _MAX_TIMEOUT = 10.0**9
 _AGAIN = (
     "The round is lost; see why that rank failed or is late, close this and make a new group and a "
@@ -45,6 +55,7 @@ class Peers:
 
     group    None: the default group, or no group at all for one rank
     timeout  seconds in one phase; 0: as long as the group's own timeout
+    words    of a message; alike on every rank
     broken   what went wrong for good; None while the group is usable
     """
 
@@ -61,6 +72,7 @@ class Peers:
         self.rank = 0
         self.device = device
         self.timeout = timeout
+        self.words = _MESSAGE_WORDS
         self.broken: str | None = None
         if self.group is not None:
             self.rank = torch.distributed.get_rank(self.group)
@@ -70,21 +82,42 @@ class Peers:
         if self.broken is not None:
             raise RuntimeError(f"expert parallelism: an earlier call failed: {self.broken}")
 
-    def swap(self, words: torch.Tensor, phase: str, timeout: float | None = None) -> torch.Tensor:
-        """words, contiguous [n], alike in size on every rank -> all ranks' [ranks, n] on the CPU.
+    def swap(self, said: torch.Tensor, phase: str, timeout: float | None = None) -> torch.Tensor:
+        """said, int32 [n] with n below ``words`` -> what every rank said, [ranks, n] on the CPU.
 
-        Returns once every rank has called. timeout None: the group of waits' own.
+        Returns once every rank has called. timeout None: ``self.timeout``.
+        ValueError on every rank where they are in different phases.
         """
         self.begin()
-        gathered = words.new_empty(self.size, *words.shape)
-        gathered[self.rank] = words
+        gathered = said.new_zeros(self.size, self.words)
+        message = gathered[self.rank]
+        message[0] = _PHASES.index(phase)
+        message[1 : 1 + len(said)] = said
         others = [peer for peer in range(self.size) if peer != self.rank]
-        if not others:
-            return gathered.cpu()
+        if others:
+            self._trade(gathered, message, others, phase, timeout)
+        gathered = gathered.cpu()
+        phases = [_PHASES[number] for number in gathered[:, 0].tolist()]
+        check(
+            len(set(phases)) == 1,
+            f"{phase}: expected every rank to come to it, got {', '.join(phases)} by rank; make "
+            "the same calls in the same order on every rank",
+        )
+        return gathered[:, 1 : 1 + len(said)]
+
+    def _trade(
+        self,
+        gathered: torch.Tensor,
+        message: torch.Tensor,
+        others: Sequence[int],
+        phase: str,
+        timeout: float | None,
+    ) -> None:
+        """Send ``message`` to the others, and receive theirs into the rows of ``gathered``."""
         dist = torch.distributed
         ops = [
             (peer, dist.P2POp(op, tensor, group=self.group, group_peer=peer))
-            for op, of in ((dist.irecv, gathered.__getitem__), (dist.isend, lambda _: words))
+            for op, of in ((dist.irecv, gathered.__getitem__), (dist.isend, lambda _: message))
             for peer in others
             for tensor in (of(peer),)
         ]
@@ -98,7 +131,6 @@ class Peers:
             for batch in batches
         ]
         self._finish(starts, phase, self.timeout if timeout is None else timeout)
-        return gathered.cpu()
 
     def all_to_all(
         self,
@@ -133,14 +165,16 @@ class Peers:
 
     def compare(self, facts: dict[str, Any]) -> None:
         """ValueError on every rank where ``facts``, JSON-able, differ, naming the fields."""
-        text = torch.tensor(list(json.dumps(facts).encode()), dtype=torch.uint8)
-        phase = "comparing problems"
-        length = torch.tensor([len(text)], dtype=torch.int32, device=self.device)
-        lengths = self.swap(length, phase).flatten().tolist()
-        padded = torch.zeros(max(lengths), dtype=torch.uint8)
-        padded[: len(text)] = text
-        rows = self.swap(padded.to(self.device), phase)
-        told = [json.loads(bytes(row[:n].tolist())) for row, n in zip(rows, lengths, strict=True)]
+        text = json.dumps(facts).encode()
+        text += b" " * (-len(text) % 4)
+        words = torch.frombuffer(bytearray(text), dtype=torch.int32)
+        phase, room = "comparing problems", self.words - 1
+        length = torch.tensor([len(words)], dtype=torch.int32, device=self.device)
+        longest = int(self.swap(length, phase).max())
+        padded = words.new_full((layout.round_up(longest, room),), int.from_bytes(b"    "))
+        padded[: len(words)] = words
+        pieces = [self.swap(part.to(self.device), phase) for part in padded.split(room)]
+        told = [json.loads(row.numpy().tobytes()) for row in torch.cat(pieces, 1)]
         different = []
         for name in dict.fromkeys(name for theirs in told for name in theirs):
             ranks: dict[str, list[int]] = {}
@@ -241,6 +275,9 @@ class Exchange:
         self.device = device
         self.peers = Peers(group, problems[0].num_ranks, device, timeout)
         self.peers.compare(_facts(self.problems))
+        # As the longest post, so that ranks that call different layers meet.
+        longest = 1 + len(_POST) + max(p.num_experts for p in self.problems)
+        self.peers.words = max(self.peers.words, longest)
         need = max(map(layout.exchange_bytes, self.problems))
         try:
             # Memory made under inference_mode could not be written outside of it.
@@ -345,23 +382,18 @@ class Exchange:
         fmt, act = (*FORMATS, "auto").index(problem.format), (*WIRES, "auto").index(problem.act)
         wire = WIRES.index(problem.payload)
         facts = torch.tensor([layer, fmt, act, wire], dtype=torch.int32, device=self.device)
-        # The same size for every layer, or ranks that call different ones would not meet.
-        words = facts.new_zeros(len(facts) + max(p.num_experts for p in self.problems))
-        words[: len(facts)] = facts
-        words[len(facts) : len(facts) + len(counts)] = counts
-        return words
+        return torch.cat([facts, counts])
 
     def _checked(self, problem: Problem, matrix: torch.Tensor) -> torch.Tensor:
         """The posts of all ranks -> int64 counts [ranks, experts]; the errors that all see."""
-        names = ("layer (of those that share the buffers)", "format", "act", "payload")
-        for column, name in enumerate(names):
+        for column, name in enumerate(_POST):
             values = matrix[:, column].tolist()
             check(
                 len(set(values)) == 1,
                 f"round: expected every rank to call the same {name}, got numbers {values} by "
                 "rank; call the layers in the same order, prepared alike, on every rank",
             )
-        by_expert = matrix[:, len(names) : len(names) + problem.num_experts].long()
+        by_expert = matrix[:, len(_POST) :].long()
         rows = by_expert.sum(0).view(problem.num_ranks, -1).sum(-1).tolist()
         over = {rank: n for rank, n in enumerate(rows) if n > problem.recv_rows}
         check(

@@ -273,6 +273,28 @@ def different_layers(env):
         return caught(moe.moe_forward, *inputs, shard, ws)
 
 
+def different_calls(env):
+    """Rank 0 warms up while the rest compute; then all do the same."""
+    problem = make_problem(env.size)
+    shard, full = make_weights(problem, env.rank)
+    inputs = draw_round(problem, 9, "uniform", sizes=[2] * env.size)
+    with moe.Workspace(problem, env.groups["all"], device="cpu") as ws:
+        if env.rank == 0:
+            error = caught(moe.warmup, ws, shard)
+        else:
+            error = caught(moe.moe_forward, *inputs[env.rank], shard, ws)
+        y = moe.moe_forward(*inputs[env.rank], shard, ws)
+        return error, torch.equal(y, unsharded(inputs, env.rank, full, None))
+
+
+def many_layers(env):
+    """More layers than one message describes, of which one differs on one rank, in the last."""
+    problems = [make_problem(env.size, max_tokens=n) for n in range(1, 41)]
+    good = caught(moe.Workspace(problems, env.groups["all"], device="cpu").close)
+    problems[-1] = make_problem(env.size, max_tokens=7 if env.rank == 3 else 40)
+    return good, caught(moe.Workspace, problems, env.groups["all"], device="cpu")
+
+
 def bad_arguments(env):
     problem = make_problem(env.size)
     shard, _ = make_weights(problem, (env.rank + 1) % env.size)
@@ -471,6 +493,43 @@ def compiled(env):
     return done
 
 
+def emulated(env, name, fmt, tile_n, seeds):
+    """Sharded kernels against unsharded ones, both by the PTX emulator, in several schedules.
+
+    The weights are powers of two: their products are exact, so that the kernel's fused sum and this
+    transport's agree, and all that is left to differ is what moved and what the experts made of it.
+    """
+    rank = env.rank_in(name)
+    if rank < 0:
+        return None
+    problem = make_problem(2, num_experts=4, top_k=2, max_tokens=8, format=fmt)
+    w13, w2, _ = source_weights(problem)
+    own = slice(2 * rank, 2 * rank + 2)
+    shard = moe.prepare_weights(w13[own], w2[own], problem, rank=rank, backend="emulator")
+    alone = problem.with_(num_ranks=1, max_tokens=16)
+    full = moe.prepare_weights(w13, w2, alone, backend="emulator")
+    rungs = variants.ladder("sm_90a", shard.operand)
+    config = next(rung for rung in rungs if rung.tile_n == tile_n)
+    emulator = {"device": "cpu", "backend": "emulator"}
+    for _ in range(2):  # the second loads what the first has compiled
+        ws = moe.Workspace(shard.problem, env.groups[name], operand=shard.operand, **emulator)
+        moe.warmup(ws, shard, configs=[config])
+    full_ws = moe.Workspace(full.problem, operand=full.operand, **emulator)
+    wrong = []
+    for seed in seeds:
+        inputs = draw_round(problem, seed, HOWS[seed % len(HOWS)], sizes=[seed % 9, 8 - seed % 5])
+        inputs = [(x, ids, torch.exp2(-(w * 4).floor())) for x, ids, w in inputs]
+        ws.local.emulator.seed = seed
+        y = moe.moe_forward(*inputs[rank], shard, ws, config=config)
+        whole = [torch.cat(parts) for parts in zip(*inputs, strict=True)]
+        want = moe.moe_forward(*whole, full, full_ws, config=config)
+        first = rank * len(inputs[0][0])
+        if not torch.equal(y, want[first : first + len(y)]):
+            wrong.append(seed)
+    ws.close()
+    return wrong
+
+
 def traffic(env):
     """Bytes that this rank sends to others in a round, and what routing alone says."""
     problem = make_problem(env.size, act="bf16", wire="nvfp4")
@@ -500,7 +559,7 @@ def traffic(env):
     leave = int((owner[env.rank] != env.rank).sum())
     back = sum(int((owner[r] == env.rank).sum()) for r in range(env.size) if r != env.rank)
     rows = [leave * n for n in (HIDDEN // 2, HIDDEN // 16, 4)]
-    return sent, {"counts": (EXPERTS + 4) * 4 * (env.size - 1), "rows": [*rows, back * HIDDEN * 2]}
+    return sent, {"counts": 4096 * (env.size - 1), "rows": [*rows, back * HIDDEN * 2]}
 
 
 def create_and_close(env, times):

@@ -9,6 +9,8 @@ import pytest
 import rank_cases as cases
 from rank_pool import Pool
 
+from moe_ep_jit.tools.emulator.host import c_compiler
+
 VARIANTS = [
     {"format": "mxfp8"},
     {"format": "mxfp8", "act": "bf16", "bias": True},
@@ -81,6 +83,20 @@ def test_ranks_that_call_different_layers_all_hear_of_it(ranks):
         assert "[1, 0, 0, 0]" in message
 
 
+def test_ranks_that_make_different_calls_all_hear_of_it(ranks):
+    for (kind, message), right in ranks.run(cases.different_calls):
+        assert kind == "ValueError"
+        assert "got warm-up, count exchange, count exchange, count exchange by rank" in message
+        assert right
+
+
+def test_any_number_of_layers_is_compared(ranks):
+    for good, (kind, message) in ranks.run(cases.many_layers):
+        assert good is None
+        assert kind == "ValueError"
+        assert message.startswith("problem[39].max_tokens: expected the same on every rank, got ")
+
+
 def test_what_does_not_fit_is_said(ranks):
     for rank, found in enumerate(ranks.run(cases.bad_arguments)):
         kind, message = found["rank"]
@@ -127,6 +143,13 @@ def test_readme_sample_runs_as_it_stands(ranks):
 def test_compiled_experts_take_the_same_road(ranks):
     for done in ranks.run(cases.compiled):
         assert all(done.values()), done
+
+
+@pytest.mark.skipif(c_compiler() is None, reason="no C compiler for the emulator's stand-in")
+@pytest.mark.parametrize(("fmt", "tile_n"), [("mxfp8", 8), ("nvfp4", 32)])
+def test_emulated_kernels_agree_sharded_and_unsharded(ranks, fmt, tile_n):
+    found = ranks.run(cases.emulated, "pair", fmt, tile_n, [0, 1, 2, 3, 4])
+    assert found == [[], [], None, None]
 
 
 def test_bytes_on_the_wire_are_those_of_the_routed_rows(ranks):
