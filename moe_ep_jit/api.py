@@ -84,8 +84,8 @@ def moe_forward(
                   reference has none and looks at none
 
     With several ranks every rank calls, with 0 tokens too, and waits on the host for the others;
-    a BlockScaled x must be what crosses the wire (``problem.payload``), and small temporaries come
-    from torch's allocator.
+    a BlockScaled x must be what crosses the wire (``problem.payload``), and temporaries, a few
+    times the result in size, come from torch's allocator.
 
     A live row whose ids are all -1 is zero. Runs on ``torch.cuda.current_stream`` of the tensors'
     device, waits for nothing, allocates nothing; capturable once ``warmup`` has run.

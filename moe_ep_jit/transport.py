@@ -35,6 +35,8 @@ _POST = ("layer (of those that share the buffers)", "format", "act", "payload")
 _MESSAGE_WORDS = 1024
 
 _MAX_TIMEOUT = 10.0**9
+#: A word of JSON's white space.
+_SPACES = 0x20202020
 _AGAIN = (
     "The round is lost; see why that rank failed or is late, close this and make a new group and a "
     "new Workspace or Fleet"
@@ -171,7 +173,7 @@ class Peers:
         phase, room = "comparing problems", self.words - 1
         length = torch.tensor([len(words)], dtype=torch.int32, device=self.device)
         longest = int(self.swap(length, phase).max())
-        padded = words.new_full((layout.round_up(longest, room),), int.from_bytes(b"    "))
+        padded = words.new_full((layout.round_up(longest, room),), _SPACES)
         padded[: len(words)] = words
         pieces = [self.swap(part.to(self.device), phase) for part in padded.split(room)]
         told = [json.loads(row.numpy().tobytes()) for row in torch.cat(pieces, 1)]
