@@ -488,7 +488,9 @@ def compiled(env):
         moe.down(ws, shard)
         done["stages"] = torch.equal(moe.combine(ids, topk_weights, ws, shard), want)
         done["calls"] = gpu.stages == [15, 1, 2, 4, 8]
-        done["regions"] = ws.local.nbytes_regions > 0 == ws.nbytes_regions
+        taken = ws.local.nbytes_regions + layout.REGION_ALIGN + ws.exchange._memory.nbytes
+        taken += sum(t.nbytes for held in (ws, ws.local) for t in held._outputs)
+        done["bytes"] = taken == moe.Workspace.bytes_needed(shard.problem, shard.operand)
         ws.close()
     return done
 
