@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import rank_cases as cases
+import rank_kernels as kernels
 from rank_pool import Pool
 
 from moe_ep_jit.tools.emulator.host import c_compiler
@@ -141,19 +142,19 @@ def test_readme_sample_runs_as_it_stands(ranks):
 
 
 def test_compiled_experts_take_the_same_road(ranks):
-    for done in ranks.run(cases.compiled):
+    for done in ranks.run(kernels.compiled):
         assert all(done.values()), done
 
 
 @pytest.mark.skipif(c_compiler() is None, reason="no C compiler for the emulator's stand-in")
 @pytest.mark.parametrize(("fmt", "tile_n"), [("mxfp8", 8), ("nvfp4", 32)])
 def test_emulated_kernels_agree_sharded_and_unsharded(ranks, fmt, tile_n):
-    found = ranks.run(cases.emulated, "pair", fmt, tile_n, [0, 1, 2, 3, 4])
+    found = ranks.run(kernels.emulated, "pair", fmt, tile_n, [0, 1, 2, 3, 4])
     assert found == [[], [], None, None]
 
 
 def test_bytes_on_the_wire_are_those_of_the_routed_rows(ranks):
-    for sent, want in ranks.run(cases.traffic):
+    for sent, want in ranks.run(kernels.traffic):
         assert sent == want
 
 
