@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from moe_ep_jit.api import combine, dispatch, down, gate_up, moe_forward, quantize
+    from moe_ep_jit.fleet import Fleet, Handle, create_fleet
     from moe_ep_jit.formats import MXFP8, NVFP4, BlockScaled, Format
     from moe_ep_jit.launch import warmup
     from moe_ep_jit.layer import MoELayer
@@ -30,6 +31,7 @@ __version__ = "0.1.0"
 #: Public name -> its module.
 _HOMES = {
     **dict.fromkeys(("combine", "dispatch", "down", "gate_up", "moe_forward", "quantize"), "api"),
+    **dict.fromkeys(("Fleet", "Handle", "create_fleet"), "fleet"),
     **dict.fromkeys(("MXFP8", "NVFP4", "BlockScaled", "Format"), "formats"),
     "warmup": "launch",
     "MoELayer": "layer",
@@ -52,7 +54,9 @@ __all__ = [
     "MXFP8",
     "NVFP4",
     "BlockScaled",
+    "Fleet",
     "Format",
+    "Handle",
     "MoELayer",
     "PreparedWeights",
     "Problem",
@@ -62,6 +66,7 @@ __all__ = [
     "__version__",
     "choose_variant",
     "combine",
+    "create_fleet",
     "dispatch",
     "down",
     "gate_up",

@@ -18,6 +18,7 @@ from moe_ep_jit import formats, layout, reference
 from moe_ep_jit.formats import BlockScaled
 from moe_ep_jit.launch import SLOT, Binding, Launch, accepts, bind, x_kind_of
 from moe_ep_jit.problem import Problem, check, check_problem
+from moe_ep_jit.transport import Route
 from moe_ep_jit.weights import PreparedWeights, check_prepared
 from moe_ep_jit.workspace import Workspace, check_workspace
 
@@ -43,6 +44,7 @@ class Round:
     num_tokens    as dispatch had it; held, since the kernels of every stage read its memory
     next          the stage that is due
     launch, args  the compiled object and its arguments; None and [] where the reference serves
+    route         with several ranks: transport.Route, which way the rows went; else None
     """
 
     binding: Binding
@@ -52,6 +54,7 @@ class Round:
     next: str
     launch: Launch | None
     args: list[Any]
+    route: Route | None = None
 
 
 def moe_forward(
@@ -80,10 +83,15 @@ def moe_forward(
     config        a rung of ``variants.ladder``; None: chosen from the number of tokens. The
                   reference has none and looks at none
 
+    With several ranks every rank calls, with 0 tokens too, and waits on the host for the others;
+    a BlockScaled x must be what crosses the wire (``problem.payload``), and temporaries, a few
+    times the result in size, come from torch's allocator.
+
     A live row whose ids are all -1 is zero. Runs on ``torch.cuda.current_stream`` of the tensors'
     device, waits for nothing, allocates nothing; capturable once ``warmup`` has run.
     ValueError, TypeError: a mistake of the caller, nothing has changed. RuntimeError: a closed
-    workspace, one that two streams used at once, kernels missing under a capture.
+    workspace, one that two streams used at once, kernels missing under a capture, a rank that did
+    not come within the workspace's timeout.
     """
     binding = _enter(weights, ws)
     problem = binding.problem
@@ -106,6 +114,16 @@ def moe_forward(
         _poison(stale, out)
         return result
 
+    if ws.exchange is not None:
+        route, rows = _send(x, topk_ids, num_tokens, binding, ws)
+        ones = _ones(route)
+        y = moe_forward(rows, route.expert_ids, ones, binding.local, ws.local, config=config)
+        stale = ws.next_output()
+        result = _result(binding, ws, tokens, out)
+        ws.exchange.combine(route, y, topk_weights, result)
+        _poison(stale, out)
+        return result
+
     stale = ws.next_output()
     result = _result(binding, ws, tokens, out)
     operand = reference.quantize(x, problem)
@@ -121,6 +139,8 @@ def moe_forward(
 def quantize(x: torch.Tensor | BlockScaled, problem: Problem) -> torch.Tensor | BlockScaled:
     """x [tokens, hidden] bf16 -> what the experts read: x itself (act "bf16") or BlockScaled.
 
+    With several ranks, what crosses the wire (``problem.payload``).
+
     Optional: ``dispatch`` and ``moe_forward`` take bf16 and round it alike, bit for bit, in the
     kernel that moves it. A BlockScaled x passes. ValueError for an unresolved ``problem.act``
     (``weights.problem`` has it), a wrong size or format.
@@ -133,9 +153,9 @@ def quantize(x: torch.Tensor | BlockScaled, problem: Problem) -> torch.Tensor | 
     if not isinstance(x, (torch.Tensor, BlockScaled)):
         raise TypeError(f"x: expected a tensor or BlockScaled, got {type(x).__name__}")
     _check_x_form(x, problem)
-    if isinstance(x, BlockScaled) or problem.act == "bf16":
+    if isinstance(x, BlockScaled) or problem.payload == "bf16":
         return x
-    return formats.quantize(x, problem.act)
+    return formats.quantize(x, problem.payload)
 
 
 def dispatch(
@@ -157,17 +177,20 @@ def dispatch(
     if num_tokens is not None:
         _check_num_tokens(num_tokens, ws)
 
-    launch, args = None, []
+    launch, args, route = None, [], None
     if ws.arch is not None:
         launch = binding.launch(ws, weights, x_kind_of(x), tokens, config)
         args = launch.args.copy()
         _put_input(args, x, topk_ids, tokens, num_tokens)
         _run(launch, args, layout.STAGE_DISPATCH, ws, x, topk_ids, num_tokens)
+    elif ws.exchange is not None:
+        route, rows = _send(x, topk_ids, num_tokens, binding, ws)
+        dispatch(rows, route.expert_ids, ws.local, binding.local, config=config)
     else:
         operand = reference.quantize(x, binding.problem)
         reference.dispatch(operand, topk_ids, ws, weights, num_tokens=num_tokens)
     _poison(ws.next_output(), None)
-    ws.round = Round(binding, weights, tokens, num_tokens, "gate_up", launch, args)
+    ws.round = Round(binding, weights, tokens, num_tokens, "gate_up", launch, args, route)
 
 
 def gate_up(ws: Workspace, weights: PreparedWeights) -> None:
@@ -218,6 +241,10 @@ def combine(
             round_.args[_NUM_TOKENS] = num_tokens.data_ptr()
         given = (topk_ids, topk_weights, num_tokens, round_.num_tokens, result)
         _run(round_.launch, round_.args, layout.STAGE_COMBINE, ws, *given)
+    elif round_.route is not None:
+        route, local = round_.route, round_.binding.local
+        y = combine(route.expert_ids, _ones(route), ws.local, local)
+        ws.exchange.combine(route, y, topk_weights, result)
     else:
         num_tokens = round_.num_tokens if num_tokens is None else num_tokens
         reference.combine(topk_ids, topk_weights, ws, weights, out=result, num_tokens=num_tokens)
@@ -260,9 +287,37 @@ def _stage(
     round_ = _round(name, ws, weights)
     if round_.launch is not None:
         _run(round_.launch, round_.args, bit, ws)
+    elif round_.route is not None:
+        _stage(name, following, bit, ws.local, round_.binding.local, plain)
     else:
         plain(ws, weights)
     round_.next = following
+
+
+def _send(
+    x: torch.Tensor | BlockScaled,
+    topk_ids: torch.Tensor,
+    num_tokens: torch.Tensor | None,
+    binding: Binding,
+    ws: Workspace,
+) -> tuple[Route, torch.Tensor | BlockScaled]:
+    """Agree with the other ranks on a round and exchange its rows: (route, rows received)."""
+    problem = binding.problem
+    if isinstance(x, BlockScaled) and x.format.name != problem.payload:
+        raise ValueError(
+            f"x: expected bf16 or BlockScaled in {problem.payload} (what crosses the wire), got "
+            f"BlockScaled in {x.format.name}; dequantize it to bf16, or build the Problem with "
+            f'wire="{x.format.name}"'
+        )
+    ws.local.begin()  # what it has to say must come before the others are made to wait
+    live = reference.live_tokens(len(topk_ids), num_tokens)
+    route = ws.exchange.route(problem, topk_ids, live)
+    return route, ws.exchange.dispatch(route, x)
+
+
+def _ones(route: Route) -> torch.Tensor:
+    """Weights of the local layer: a received row is its own token, weighted where it came from."""
+    return torch.ones(route.expert_ids.shape, device=route.expert_ids.device)
 
 
 def _check_x(x: torch.Tensor | BlockScaled, binding: Binding, ws: Workspace) -> int:

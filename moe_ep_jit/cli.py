@@ -1,4 +1,4 @@
-"""``moe-ep-jit``: demo, precompile, cache, bench, tune, doctor.
+"""``moe-ep-jit``: demo, precompile, cache, plan, bench, tune, doctor.
 
 Each command imports what it needs when it runs, so that ``doctor`` works where torch does not.
 """
@@ -76,6 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_demo(commands)
     _add_precompile(commands)
     _add_cache(commands)
+    _add_plan(commands)
     _add_bench(commands)
     _add_tune(commands)
     doctor = _command(commands, "doctor", _doctor, "what this machine has and what is wrong")
@@ -155,6 +156,9 @@ def _add_precompile(commands: Any) -> None:
     )
     _presets(precompile)
     precompile.add_argument(
+        "--ranks", type=_positive, help="for calls of so many ranks; default: one rank's own layer"
+    )
+    precompile.add_argument(
         "--jobs", type=_positive, default=None, help="processes; default: what CPU and memory allow"
     )
     _json(precompile)
@@ -169,7 +173,7 @@ def _precompile(args: argparse.Namespace, console: Console) -> int:
         job
         for preset in presets.load(args.preset)
         for fmt in _formats(args)
-        for job in presets.jobs(preset.problem(fmt, args.act), args.arch)
+        for job in presets.jobs(preset.problem(fmt, args.act, ranks=args.ranks), args.arch)
     ]
     columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     notes = Console(stderr=True)
@@ -343,6 +347,36 @@ def _cache_unpack(args: argparse.Namespace, console: Console) -> int:
             )
     good = result["added"] or result["present"] or not result["foreign"]
     return int(bool(result["untrusted"]) or not good)
+
+
+# plan
+
+
+def _add_plan(commands: Any) -> None:
+    plan = _command(commands, "plan", _plan, "the memory of one rank's workspace, by region")
+    _presets(plan)
+    plan.add_argument(
+        "--ranks", type=_positive, help="that share the experts; default: the preset's own"
+    )
+    plan.add_argument("--tokens", type=_positive, help="of a call, at most; default: the preset's")
+    plan.add_argument(
+        "--max-recv-rows", type=_positive, help="bound on received rows; default: the worst case"
+    )
+    _json(plan)
+
+
+def _plan(args: argparse.Namespace, console: Console) -> int:
+    from moe_ep_jit.tools import plan, presets
+
+    plans = []
+    for preset in presets.load(args.preset):
+        for fmt in _formats(args):
+            ranks = args.ranks or preset.ranks
+            problem = preset.problem(fmt, args.act, args.tokens, ranks)
+            problem = problem.with_(max_recv_rows=args.max_recv_rows)
+            plans.append(plan.make(preset.name, problem))
+    plan.show(plans, console, args.json)
+    return 0
 
 
 # bench

@@ -68,13 +68,17 @@ class Binding:
     problem     the workspace's problem for these weights, format and act resolved
     max_tokens  the most rows of x that the workspace holds
     outputs     its output buffers as bf16 [problem.max_tokens, hidden]
+    local       with several ranks: the weights as ``ws.local`` takes them, else None
     """
 
     def __init__(self, ws: Workspace, weights: PreparedWeights) -> None:
         ws.check_weights(weights)
         self.problem = ws.problem_of(weights)
         self.outputs = ws.outputs_of(self.problem)
-        self.max_tokens = min(self.problem.max_tokens, self.problem.recv_rows // self.problem.top_k)
+        self.max_tokens = self.problem.max_tokens
+        if self.problem.num_ranks == 1:  # else only the counts of all ranks tell
+            self.max_tokens = min(self.max_tokens, self.problem.recv_rows // self.problem.top_k)
+        self.local = None if ws.local is None else weights.local
         key, bindings = id(weights), ws.bindings
         # Weights that go take their binding along: no pointer to freed memory is left behind.
         self.weights = weakref.ref(weights, lambda _: bindings.pop(key, None))
@@ -172,7 +176,9 @@ def warmup(
              as "mxfp8"; else these alone
     x_kinds  what x will be: "bf16", and "mxfp8" or "nvfp4" for ``BlockScaled``
     configs  None: every rung of the ladder (``variants.ladder``)
-    Runs nothing on the GPU; compiles nothing where the reference serves.
+    Runs nothing on the GPU; compiles nothing where the reference serves. With several ranks x_kinds
+    is what crosses the wire, whatever is passed, and every rank calls: they leave together, however
+    long one compiles (up to the group's own timeout).
     ValueError, TypeError: a mistake of the caller. RuntimeError: a closed workspace, a cache folder
     that others can write, a library that is missing, kernels to load while a graph is captured.
     """
@@ -183,6 +189,9 @@ def warmup(
     x_kinds = tuple(x_kinds)
     for kind in x_kinds:
         check(kind in X_KINDS, f"x_kinds: expected names out of {X_KINDS}, got {kind!r}")
+    if ws.local is not None:
+        _warmup_ranks(ws, weights, configs)
+        return
     if ws.arch is None:
         if weights is not None:
             bind(ws, weights)
@@ -215,6 +224,21 @@ def warmup(
     logger.info("warm-up: %d objects ready in %.2f s", len(rungs), time.perf_counter() - start)
 
 
+def _warmup_ranks(
+    ws: Workspace, weights: PreparedWeights | None, configs: Iterable[Any] | None
+) -> None:
+    """Warm up the experts' own workspace, then wait for the other ranks."""
+    if weights is not None:
+        binding = bind(ws, weights)
+        kinds, local = {binding.problem.payload}, binding.local
+    else:
+        problems = [variants.choose_variant(p, ws.local.arch).problem for p in ws.problems]
+        kinds, local = {p.payload for p in problems}, None
+    warmup(ws.local, local, x_kinds=sorted(kinds), configs=configs)
+    peers = ws.exchange.peers
+    peers.swap(torch.zeros(1, dtype=torch.int32, device=ws.device), "warm-up", timeout=0)
+
+
 def accepts(act: str, x_kind: str) -> bool:
     """Whether experts with activations ``act`` take x of a kind: never requantized silently."""
     return x_kind == "bf16" or act in ("bf16", x_kind)
@@ -228,7 +252,7 @@ def _load_all(ws: Workspace, rungs: list[tuple[Problem, str, str, Any]]) -> None
             continue
         _check_not_capturing(ws)
         try:
-            ws.functions[rung] = jit.load("moe", **_what(ws, *rung), compile=False)
+            ws.functions[rung] = _load(ws, _what(ws, *rung), compile=False)
         except RuntimeError:
             missing.append(rung)
     if missing:
@@ -279,10 +303,15 @@ def _function(ws: Workspace, problem: Problem, kind: str, x_kind: str, config: A
     function = ws.functions.get(key)
     if function is None:
         _check_not_capturing(ws)
-        function = jit.load("moe", **_what(ws, *key))
-        if ws.emulator is not None:
-            function = ws.emulator.function(jit.entry_folder("moe", **_what(ws, *key)))
-        ws.functions[key] = function
+        function = ws.functions[key] = _load(ws, _what(ws, *key))
+    return function
+
+
+def _load(ws: Workspace, what: dict[str, Any], **options: Any) -> Callable[..., Any]:
+    """``jit.load`` of one object, or that object as the emulator runs it."""
+    function = jit.load("moe", **what, **options)
+    if ws.emulator is not None:
+        return ws.emulator.function(jit.entry_folder("moe", **what))
     return function
 
 

@@ -22,6 +22,7 @@ class MoELayer(nn.Module):
     w13, w2    as ``prepare_weights`` takes them; further keywords go there too
     workspace  shared with other layers (it must list this layer's problem), or None: the layer
                takes its own and gives it back in ``close``
+    group      with several ranks, for a workspace of its own: as ``Workspace`` takes it
 
     Weights are prepared tensors and no parameters: they are in no state_dict, and ``.to()`` leaves
     them where they are (``save_prepared``, ``load_prepared`` and ``update_weights`` serve them).
@@ -34,6 +35,7 @@ class MoELayer(nn.Module):
         w2: torch.Tensor | BlockScaled,
         *,
         workspace: Workspace | None = None,
+        group: object | None = None,
         **prepare: Any,
     ) -> None:
         super().__init__()
@@ -44,11 +46,15 @@ class MoELayer(nn.Module):
                 f"{name}: expected a tensor that requires no grad (the layer is inference only), "
                 f"got one that does; pass {name}.detach()",
             )
-        self._adopt(prepare_weights(w13, w2, problem, **prepare), workspace)
+        self._adopt(prepare_weights(w13, w2, problem, **prepare), workspace, group)
 
     @classmethod
     def from_prepared(
-        cls, weights: PreparedWeights, *, workspace: Workspace | None = None
+        cls,
+        weights: PreparedWeights,
+        *,
+        workspace: Workspace | None = None,
+        group: object | None = None,
     ) -> MoELayer:
         """A layer around weights that are prepared (or loaded) already.
 
@@ -57,16 +63,27 @@ class MoELayer(nn.Module):
         check_prepared(weights)
         layer = cls.__new__(cls)
         nn.Module.__init__(layer)
-        layer._adopt(weights, workspace)
+        layer._adopt(weights, workspace, group)
         return layer
 
-    def _adopt(self, weights: PreparedWeights, workspace: Workspace | None) -> None:
+    def _adopt(
+        self, weights: PreparedWeights, workspace: Workspace | None, group: object | None
+    ) -> None:
         self.weights = weights
         self.owns_workspace = workspace is None
         if workspace is None:
             backend = "reference" if weights.arch is None else "auto"
             workspace = Workspace(
-                weights.problem, device=weights.device, backend=backend, operand=weights.operand
+                weights.problem,
+                group,
+                device=weights.device,
+                backend=backend,
+                operand=weights.operand,
+            )
+        else:
+            check(
+                group is None,
+                "group: expected None beside workspace=, which has its own, got one; drop it",
             )
         check_workspace(workspace, "workspace")
         workspace.check_weights(weights)

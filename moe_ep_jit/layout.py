@@ -17,6 +17,9 @@ ITEM_BYTES = {"u8": 1, "i32": 4, "f32": 4, "bf16": 2}
 #: Every region starts on this boundary: TMA wants 16 bytes, a 128-byte swizzle atom wants 1024.
 REGION_ALIGN = 1024
 
+#: Each array of a row payload starts on this boundary, as rows of x do.
+WIRE_ALIGN = 16
+
 #: Slots (token, k) that one CTA of the route kernel counts.
 ROUTE_CHUNK = 1024
 
@@ -119,6 +122,45 @@ def regions(problem: Problem, operand: str) -> dict[str, Region]:
         out[name] = Region(name, offset, shape, dtype)
         offset = round_up(offset + out[name].nbytes, REGION_ALIGN)
     return out
+
+
+def wire_parts(hidden: int, payload: str) -> dict[str, int]:
+    """Bytes a row of each array that carries ``payload`` ("bf16", "mxfp8", "nvfp4") by its name."""
+    if payload == "bf16":
+        return {"data": 2 * hidden}
+    if payload == "mxfp8":
+        return {"data": hidden, "sf": hidden // 32}
+    return {"data": hidden // 2, "sf": hidden // 16, "global_scale": 4}
+
+
+def wire_bytes(rows: int, hidden: int, payload: str) -> int:
+    """Bytes of ``rows`` rows of ``payload``, each array on a boundary of ``WIRE_ALIGN``."""
+    return sum(round_up(rows * width, WIRE_ALIGN) for width in wire_parts(hidden, payload).values())
+
+
+def exchange_regions(problem: Problem) -> dict[str, Region]:
+    """What one rank's exchange of rows with the others takes, by name.
+
+    A payload that is undecided counts as bf16, the largest.
+    """
+    payload = "bf16" if problem.payload == "auto" else problem.payload
+    slots, rows = problem.max_tokens * problem.top_k, problem.recv_rows
+    shapes = {
+        "send_rows": ((wire_bytes(slots, problem.hidden, payload),), "u8"),
+        "recv_rows": ((wire_bytes(rows, problem.hidden, payload),), "u8"),
+        "returned": ((slots, problem.hidden), "bf16"),  # in the order of send_rows
+    }
+    out, offset = {}, 0
+    for name, (shape, dtype) in shapes.items():
+        out[name] = Region(name, offset, shape, dtype)
+        offset = round_up(offset + out[name].nbytes, REGION_ALIGN)
+    return out
+
+
+def exchange_bytes(problem: Problem) -> int:
+    """Bytes of ``exchange_regions``."""
+    last = list(exchange_regions(problem).values())[-1]
+    return round_up(last.offset + last.nbytes, REGION_ALIGN)
 
 
 def workspace_bytes(problem: Problem, operand: str) -> int:

@@ -12,6 +12,9 @@ FORMATS = ("mxfp8", "nvfp4")
 #: What the experts' activations may be, for each weight format. The first is the Hopper default.
 ACTS = {"mxfp8": ("mxfp8", "bf16"), "nvfp4": ("bf16", "nvfp4", "mxfp8")}
 
+#: What may cross the wire between ranks.
+WIRES = ("bf16", "mxfp8", "nvfp4")
+
 MAX_TOP_K = 32
 MAX_LOCAL_EXPERTS = 512
 
@@ -80,10 +83,12 @@ class Problem:
     max_tokens            the most tokens one rank passes to one call
     format                "mxfp8", "nvfp4", or "auto" until ``prepare_weights`` has decided
                           (``weights.problem`` then says)
-    num_ranks             expert-parallel ranks; this version runs 1
+    num_ranks             expert-parallel ranks; several need ``Workspace(problem, group)``
     act                   activations of the experts: "mxfp8", "nvfp4", "bf16", or "auto" until
                           ``prepare_weights`` has decided
-    wire, combine_wire    payload between ranks: "auto" follows ``act``; combine carries "bf16"
+    wire, combine_wire    payload between ranks: "auto" follows ``act``; else "bf16" (rounded to
+                          ``act`` on arrival), or with act="bf16" also "mxfp8" or "nvfp4" (what
+                          arrives is what the experts read); combine carries "bf16"
     activation            the gated activation and its constants
     bias                  True: both GEMMs add a bias (gpt-oss)
     max_recv_rows         bound on the rows a rank receives in one call; None: the worst case,
@@ -117,8 +122,8 @@ class Problem:
             f"num_experts: expected at least 1, got {self.num_experts!r}",
         )
         check(
-            _is_int(self.num_ranks) and self.num_ranks == 1,
-            f"num_ranks: expected 1 (this version runs one rank), got {self.num_ranks!r}",
+            _is_int(self.num_ranks) and self.num_ranks >= 1,
+            f"num_ranks: expected at least 1, got {self.num_ranks!r}",
         )
         check(
             self.num_experts % self.num_ranks == 0,
@@ -155,11 +160,7 @@ class Problem:
             self.act in acts,
             f"act: expected one of {acts} for format={self.format!r}, got {self.act!r}",
         )
-        check(
-            self.wire in ("auto", self.act) and self.combine_wire == "bf16",
-            f'wire, combine_wire: expected "auto" and "bf16" (one rank sends nothing), got '
-            f"{self.wire!r} and {self.combine_wire!r}",
-        )
+        self._check_wires()
         check(
             isinstance(self.activation, SwiGLU),
             f"activation: expected SwiGLU(limit, alpha, beta), got {self.activation!r}",
@@ -173,6 +174,25 @@ class Problem:
             self.max_recv_rows is None or (_is_int(self.max_recv_rows) and self.max_recv_rows >= 1),
             f"max_recv_rows: expected None or at least 1, got {self.max_recv_rows!r}",
         )
+        check(
+            self.recv_rows < 2**31,
+            f"num_ranks * max_tokens * top_k: expected below 2^31, got {self.recv_rows}; bound "
+            "max_recv_rows, or split the batch",
+        )
+
+    def _check_wires(self) -> None:
+        check(
+            self.combine_wire == "bf16" and (self.num_ranks > 1 or self.wire in ("auto", self.act)),
+            f'wire, combine_wire: expected "auto" and "bf16"'
+            f"{' (one rank sends nothing)' if self.num_ranks == 1 else ''}, got {self.wire!r} and "
+            f"{self.combine_wire!r}",
+        )
+        wires = WIRES if self.act in ("auto", "bf16") else ("bf16", self.act)
+        check(
+            self.wire in ("auto", *wires),
+            f"wire: expected one of {('auto', *wires)} for act={self.act!r}, got {self.wire!r}; "
+            "what is rounded for the wire is not rounded again",
+        )
 
     @property
     def num_local_experts(self) -> int:
@@ -184,6 +204,23 @@ class Problem:
         """Rows (one per token and k) that the receive region of a rank holds."""
         worst = self.num_ranks * self.max_tokens * self.top_k
         return worst if self.max_recv_rows is None else min(self.max_recv_rows, worst)
+
+    @property
+    def payload(self) -> str:
+        """What crosses the wire: a name out of ``WIRES``; "auto" while ``act`` decides and is."""
+        return self.act if self.wire == "auto" else self.wire
+
+    @property
+    def local(self) -> Problem:
+        """One rank's experts as a layer of their own, whose tokens are the rows that arrive."""
+        return self.with_(
+            num_ranks=1,
+            num_experts=self.num_local_experts,
+            top_k=1,
+            max_tokens=self.recv_rows,
+            max_recv_rows=None,
+            wire="auto",
+        )
 
     @property
     def is_resolved(self) -> bool:

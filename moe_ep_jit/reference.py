@@ -7,7 +7,7 @@ are those of ``api``, without its checks. Written for clarity, one expert after 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -92,7 +92,7 @@ def dispatch(
     num_tokens: torch.Tensor | int | None = None,
 ) -> None:
     """Sort the live (token, k) slots by expert and expand the live rows of x."""
-    live = _live_tokens(topk_ids.shape[0], num_tokens)
+    live = live_tokens(topk_ids.shape[0], num_tokens)
     ids = topk_ids[:live].flatten()
     slots = [torch.nonzero(ids == e).flatten() for e in range(weights.problem.num_experts)]
     ws.reference = Stages(slots, _expand(x, live))
@@ -148,7 +148,7 @@ def combine(
     """
     problem, y = weights.problem, ws.reference.y
     tokens = topk_ids.shape[0]
-    live = _live_tokens(tokens, num_tokens)
+    live = live_tokens(tokens, num_tokens)
     if out is None:
         out = getattr(ws, "output", None)
     if out is None:
@@ -156,12 +156,22 @@ def combine(
     y = y.view(-1, problem.top_k, problem.hidden)[:live]
     ids, scales = topk_ids[:live], topk_weights[:live].float()
     valid = (ids >= 0) & (ids < problem.num_experts)
-    total = torch.zeros(live, problem.hidden, dtype=torch.float32, device=y.device)
-    for k in range(problem.top_k):
-        # a skipped slot adds nothing, not even a weight that is NaN
-        total += torch.where(valid[:, k, None], y[:, k].float() * scales[:, k, None], 0.0)
-    out[:live] = total.to(out.dtype)
+    out[:live] = weighted_sum(y.unbind(1), valid, scales).to(out.dtype)
     return out[:tokens]
+
+
+def weighted_sum(
+    rows: Iterable[torch.Tensor], valid: torch.Tensor, scales: torch.Tensor
+) -> torch.Tensor:
+    """The k-th rows [tokens, hidden] times ``scales[:, k]`` in the order of k -> fp32 sum.
+
+    valid, scales  [tokens, top_k]; a slot that is not valid adds nothing, whatever it holds
+    """
+    total = 0.0
+    for k, y in enumerate(rows):
+        # not even a weight that is NaN
+        total = total + torch.where(valid[:, k, None], y.float() * scales[:, k, None], 0.0)
+    return total
 
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor, activation: SwiGLU) -> torch.Tensor:
@@ -254,7 +264,8 @@ def _largest_ratio(d2: torch.Tensor, w2: torch.Tensor) -> float:
     return ratio.max().sqrt().item()
 
 
-def _live_tokens(tokens: int, num_tokens: torch.Tensor | int | None) -> int:
+def live_tokens(tokens: int, num_tokens: torch.Tensor | int | None) -> int:
+    """Rows that count: ``num_tokens`` within 0..tokens, or all. Waits where it is on a device."""
     return tokens if num_tokens is None else min(max(int(num_tokens), 0), tokens)
 
 

@@ -98,6 +98,11 @@ class PreparedWeights:
         """fp32 [E/R]: second-level scale of the NVFP4 intermediate; None unless act is "nvfp4"."""
         return self.tensors.get("h_global_scale")
 
+    @property
+    def local(self) -> PreparedWeights:
+        """The same tensors as the weights of ``problem.local``, this rank's experts as a layer."""
+        return replace(self, problem=self.problem.local, rank=0)
+
     def block_scaled(self, name: str, expert: int) -> BlockScaled:
         """One expert's "w13" [2I, H] (gate rows, then up rows) or "w2" [H, I], as multiplied.
 

@@ -13,6 +13,7 @@ import torch
 
 from moe_ep_jit import layout, variants
 from moe_ep_jit.problem import Problem, check, check_problem
+from moe_ep_jit.transport import TIMEOUT, Exchange, check_group, check_transport
 
 if TYPE_CHECKING:
     from moe_ep_jit.weights import PreparedWeights
@@ -39,7 +40,8 @@ class Workspace:
     """All memory that ``moe_forward`` uses, for one layer or for several that share it.
 
     problem   the layer's ``Problem``, or several: regions are sized by the largest of them
-    group     None, or a ``torch.distributed`` group of one rank
+    group     a ``torch.distributed`` group of ``num_ranks`` ranks; None: the default group, or none
+              at all for one rank. Its ranks build their workspaces together
     device    None: the current CUDA device where there is one, else the CPU
     backend   "auto": kernels on CUDA, else the reference; "reference": the reference anywhere;
               "emulator": the kernels, by the PTX emulator on CPU tensors
@@ -47,11 +49,18 @@ class Workspace:
               None: what ``MOE_EP_JIT_DEBUG`` says (empty, 0, no, false and off mean off)
     operand   "e4m3" or "bf16", where weights turned out to need another than the problem's own
               (``weights.operand``); None: ``variants.operand_of(problem)``
+    transport "collective": over torch.distributed; this version has no other
+    timeout   seconds that a rank waits for the others in one phase of a call; 0: as long as the
+              group's own timeout
+
+    With several ranks every call is a call of all ranks, with 0 tokens too, in one order; ``local``
+    is the one-rank workspace of the rank's own experts, whose tokens are the rows that arrive.
 
     A workspace serves one stream at a time. A result that is a view of ``output`` dies with the
     next call of any layer that shares the workspace; its memory stays valid as long as the view.
-    ValueError, TypeError for a caller's mistake; RuntimeError on a CUDA device that is missing or
-    has no kernels, and while a graph is captured.
+    ValueError, TypeError for a caller's mistake, problems that differ between ranks among them (on
+    every rank); RuntimeError on a CUDA device that is missing or has no kernels, while a graph is
+    captured, and for a rank that does not come.
     """
 
     def __init__(
@@ -63,10 +72,14 @@ class Workspace:
         backend: str = "auto",
         debug: bool | None = None,
         operand: str | None = None,
+        transport: str = "collective",
+        timeout: float = TIMEOUT,
     ) -> None:
         self._closed = True  # until everything below has succeeded
         self.problems = _problems(problem)
-        _check_group(group)
+        check_transport(transport)
+        if self.problems[0].num_ranks == 1:
+            check_group(group, 1)
         self.device = device = variants.usable_device(device)
         self.arch = variants.resolve_backend(device, backend)
         #: tools.emulator.layer.Emulator with backend="emulator", else None.
@@ -82,6 +95,17 @@ class Workspace:
         self.debug = bool(debug)
         sizes = [layout.workspace_bytes(p, _operand(p, operand)) for p in self.problems]
         self.operand = operand
+        #: transport.Exchange and the experts' own Workspace, with several ranks.
+        self.exchange: Exchange | None = None
+        self.local: Workspace | None = None
+        if self.problems[0].num_ranks > 1:
+            self.exchange = Exchange(self.problems, group, device, timeout)
+            own = [p.local for p in self.problems]
+            self.local = Workspace(
+                own, device=device, backend=backend, debug=False, operand=operand
+            )
+            # The kernels run on the regions of ``local``.
+            self.arch, self.emulator, self.on_gpu = None, None, False
         self.nbytes_regions = max(sizes) if self.arch is not None else 0
         #: The round that the stage functions have begun: api.Round, None between calls.
         self.round: Any = None
@@ -140,9 +164,13 @@ class Workspace:
         Known before anything is allocated and independent of how many layers share the workspace.
         """
         problems = _problems(problem)
-        regions = max(layout.workspace_bytes(p, _operand(p, operand)) for p in problems)
         output = max(p.max_tokens * p.hidden for p in problems) * _BF16_BYTES
-        return regions + layout.REGION_ALIGN + output * (2 if debug else 1)
+        output *= 2 if debug else 1
+        if problems[0].num_ranks > 1:
+            own = Workspace.bytes_needed([p.local for p in problems], operand)
+            return own + max(map(layout.exchange_bytes, problems)) + output
+        regions = max(layout.workspace_bytes(p, _operand(p, operand)) for p in problems)
+        return regions + layout.REGION_ALIGN + output
 
     @property
     def closed(self) -> bool:
@@ -230,6 +258,14 @@ class Workspace:
             f"{', '.join(grads)} that do; prepare them from detached tensors",
         )
         problem = self.problem_of(weights)
+        if self.local is not None:
+            rank = self.exchange.peers.rank
+            check(
+                weights.rank == rank,
+                f"weights: expected those of this rank's experts, rank {rank}, got rank "
+                f"{weights.rank}; pass rank= to prepare_weights",
+            )
+            self.local.check_weights(weights.local)
         if self.arch is None:
             return
         check(
@@ -275,6 +311,9 @@ class Workspace:
     def check(self) -> None:
         """Wait for the device and raise the RuntimeError that a call has recorded, if any."""
         self._check_open()
+        if self.local is not None:
+            self.local.check()
+            self.exchange.peers.begin()
         if self.on_gpu and not torch.cuda.is_current_stream_capturing():
             torch.cuda.synchronize(self.device)
         self.begin()
@@ -285,14 +324,21 @@ class Workspace:
         Counted by the kernels; the reference counts none.
         """
         self._check_open()
+        if self.local is not None:
+            return self.local.saturated_blocks()
         if self.arch is None:
             return 0
         return int(self.control()[layout.CONTROL_SATURATED].item())
 
     def reset(self) -> None:
-        """Drop a round that the stage functions began and did not finish, on the current stream."""
+        """Drop a round that the stage functions began and did not finish, on the current stream.
+
+        With several ranks each of them has to, after the same stage.
+        """
         self._check_open()
         self.round = None
+        if self.local is not None:
+            self.local.reset()
         if self.arch is not None:
             self._clear_tickets()
 
@@ -303,6 +349,8 @@ class Workspace:
         """
         if self._closed:
             return
+        if self.exchange is not None:
+            self.exchange.close()
         if self.on_gpu:
             torch.cuda.synchronize(self.device)
         code = self._error[layout.ERROR_CODE]
@@ -311,6 +359,8 @@ class Workspace:
         self.bindings.clear()
         self.functions.clear()
         del self._error, self._record, self._regions, self._outputs
+        if self.local is not None:
+            self.local.close()
         if code:
             raise RuntimeError(_explain(code))
 
@@ -336,7 +386,8 @@ class Workspace:
         )
 
     def __repr__(self) -> str:
-        state = "closed" if self._closed else self.arch or "reference"
+        arch = self.arch if self.local is None else self.local.arch
+        state = "closed" if self._closed else arch or "reference"
         return f"Workspace({len(self.problems)} problem(s), {self.device}, {state})"
 
     def _check_open(self) -> None:
@@ -405,6 +456,11 @@ def _problems(problem: Problem | Iterable[Problem]) -> tuple[Problem, ...]:
     check(bool(problems), "problem: expected a Problem or a list of them, got an empty list")
     for p in problems:
         check_problem(p)
+    ranks = sorted({p.num_ranks for p in problems})
+    check(
+        len(ranks) == 1,
+        f"problem: expected one num_ranks for all layers, got {ranks}; build a Workspace for each",
+    )
     return problems
 
 
@@ -419,23 +475,8 @@ def _matches(held: Problem, prepared: Problem) -> bool:
     """Whether weights made for ``prepared`` are weights of ``held``; capacities do not matter."""
     if held.format not in ("auto", prepared.format) or held.act not in ("auto", prepared.act):
         return False
+    if (prepared.act if held.wire == "auto" else held.wire) != prepared.payload:
+        return False
     same = {"format": prepared.format, "act": prepared.act, "wire": prepared.wire}
     same |= {"max_tokens": prepared.max_tokens, "max_recv_rows": prepared.max_recv_rows}
     return held.with_(**same) == prepared
-
-
-def _check_group(group: object | None) -> None:
-    if group is None:
-        return
-    import torch.distributed as dist  # not built into every torch
-
-    if not (dist.is_available() and isinstance(group, dist.ProcessGroup)):
-        raise TypeError(
-            f"group: expected None or a torch.distributed group, got {type(group).__name__}"
-        )
-    ranks = dist.get_world_size(group)
-    check(
-        ranks == 1,
-        f"group: expected one rank (this version runs one), got {ranks}; pass group=None, or a "
-        "group of this rank alone",
-    )

@@ -15,8 +15,9 @@ import torch
 from rich.console import Console
 
 from moe_ep_jit import cli, doctor
-from moe_ep_jit.problem import FORMATS, SwiGLU
+from moe_ep_jit.problem import FORMATS, Problem, SwiGLU
 from moe_ep_jit.tools import demo, precompile, presets
+from moe_ep_jit.workspace import Workspace
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -84,6 +85,15 @@ def test_jobs_are_distinct_and_ignore_capacity(fmt):
     json.dumps([job.facts for job in jobs])
 
 
+def test_jobs_of_several_ranks_are_those_of_the_experts_layer():
+    (preset,) = presets.load(["dsv3-ep8"])
+    jobs = presets.jobs(preset.problem("mxfp8", ranks=8), "sm_90a")
+    for job in jobs:
+        facts = (job.facts["num_experts"], job.facts["top_k"], job.facts["x_kind"])
+        assert facts == (32, 1, "mxfp8")
+    assert len(jobs) == len(presets.jobs(preset.problem("mxfp8"), "sm_90a"))
+
+
 # Commands
 
 
@@ -93,7 +103,7 @@ def test_version_and_help(capsys):
             cli.main([flag])
         assert stop.value.code == 0
     out = capsys.readouterr().out
-    assert all(name in out for name in ("demo", "precompile", "cache", "bench", "tune", "doctor"))
+    assert all(name in out for name in ("demo", "precompile", "cache", "plan", "bench", "tune"))
 
 
 def test_module_runs_the_command_line():
@@ -211,6 +221,52 @@ def test_act_that_no_format_has_is_refused(capsys):
     assert "--act nvfp4" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("ranks", [1, 8])
+def test_plan_adds_up_to_what_a_workspace_takes(ranks, capsys):
+    argv = ["plan", "--preset", "dsv3-ep8", "--ranks", str(ranks), "--tokens", "512", "--json"]
+    code, plans = run_json(capsys, *argv)
+    assert code == 0
+    assert [(p["format"], p["ranks"], p["local_experts"]) for p in plans] == [
+        (fmt, ranks, 256 // ranks) for fmt in FORMATS
+    ]
+    for plan in plans:
+        sizes = (7168, 2048, 256, 8, 512)
+        problem = Problem(*sizes, format=plan["format"], act=plan["act"], num_ranks=ranks)
+        assert plan["bytes"] == Workspace.bytes_needed(problem)
+        assert plan["bytes"] == sum(row["bytes"] for row in plan["regions"])
+        assert plan["max_rows"] == ranks * 512 * 8
+        by_name = {(row["for"], row["region"]): row for row in plan["regions"]}
+        assert by_name["result", "output"]["bytes"] == 512 * 7168 * 2
+        assert 0 <= by_name["all", "alignment"]["bytes"] < 32 * 1024
+        assert (("exchange", "recv_rows") in by_name) == (ranks > 1)
+
+
+def test_plan_prints_a_table_and_bounds_what_is_received(capsys):
+    argv = ["plan", "--preset", "dsv3-ep8", "--format", "mxfp8", "--max-recv-rows", "40000"]
+    assert cli.main(argv) == 0
+    said = capsys.readouterr().out
+    assert "8 rank(s) of 32 experts, 4096 tokens, at most 40000 rows received" in said
+    assert "7392 bytes of mxfp8 there, 14336 of bf16 back" in said
+    assert cli.main(["plan", "--preset", "qwen3-30b", "--ranks", "3"]) == 1
+    assert "expected a multiple of num_ranks=3" in capsys.readouterr().err
+
+
+def test_smoke_says_pass_or_what_is_wrong():
+    def run(*argv, under=("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")):
+        command = [sys.executable, *under, "-m", "moe_ep_jit.tools.smoke", *argv]
+        return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+    done = run("--rounds", "4")
+    assert done.returncode == 0, done.stderr
+    assert "2 ranks, collective over gloo, 8 rounds: pass" in done.stdout
+    alone = run(under=())
+    assert alone.returncode == 1
+    assert "got a process on its own; run: torchrun" in alone.stderr
+    symm = run("--transport", "symm", under=())
+    assert symm.returncode == 1
+    assert 'transport: expected "collective"' in symm.stderr
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_bench_without_gpu_says_so(capsys):
     for command in ("bench", "tune"):
@@ -280,7 +336,8 @@ def test_demo_says_what_ran(ran_on, capsys):
 
 def test_readme_sample_runs_as_it_stands():
     """On a small layer, and on the CPU."""
-    (sample,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    # The second sample is for several ranks: test_ranks.py.
+    sample, _ = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     for large, small in (("7168", "256"), ("2048", "128"), ("4096", "16"), ('"cuda"', '"cpu"')):
         assert large in sample
         sample = sample.replace(large, small)

@@ -183,3 +183,30 @@ def test_launch_arguments_are_the_parameters_of_forward():
 def test_rounding(a, b, quotient, rounded):
     assert layout.ceil_div(a, b) == quotient
     assert layout.round_up(a, b) == rounded
+
+
+@pytest.mark.parametrize(
+    ("payload", "bytes_a_row"), [("bf16", 14336), ("mxfp8", 7168 + 224), ("nvfp4", 3584 + 448 + 4)]
+)
+def test_exchange_regions_hold_every_row_of_the_payload(payload, bytes_a_row):
+    facts = {"act": "bf16", "wire": payload, "num_ranks": 4, "max_recv_rows": 5003}
+    problem = Problem(7168, 2048, 32, 8, 100, format="mxfp8", **facts)
+    assert sum(layout.wire_parts(7168, payload).values()) == bytes_a_row
+    end = 0
+    regions = layout.exchange_regions(problem)
+    for region in regions.values():
+        assert region.offset % layout.REGION_ALIGN == 0
+        assert region.offset >= end
+        end = region.offset + region.nbytes
+    assert end <= layout.exchange_bytes(problem) < end + layout.REGION_ALIGN
+    for name, rows in (("send_rows", 800), ("recv_rows", 3200)):  # the worst case is below 5003
+        assert rows * bytes_a_row <= regions[name].nbytes < rows * bytes_a_row + 48
+    assert regions["returned"].shape == (800, 7168)
+    bounded = layout.exchange_regions(problem.with_(max_recv_rows=77))
+    assert bounded["recv_rows"].nbytes < 77 * bytes_a_row + 48
+
+
+def test_an_undecided_payload_is_given_room_for_any():
+    problem = Problem(64, 64, 4, 2, 3, format="nvfp4", num_ranks=2)
+    sizes = [layout.exchange_bytes(problem.with_(act=act)) for act in ("bf16", "mxfp8", "nvfp4")]
+    assert layout.exchange_bytes(problem) == max(sizes)

@@ -118,10 +118,36 @@ def test_too_many_experts_a_rank():
     )
 
 
-@pytest.mark.parametrize("ranks", [0, 2, 8, -1, 1.0, True, None])
+@pytest.mark.parametrize("ranks", [0, -1, 1.0, True, None])
 def test_num_ranks(ranks):
     message = refusal(num_ranks=ranks)
-    assert message == f"num_ranks: expected 1 (this version runs one rank), got {ranks!r}"
+    assert message == f"num_ranks: expected at least 1, got {ranks!r}"
+
+
+@pytest.mark.parametrize("ranks", [3, 16])
+def test_experts_are_divided_evenly(ranks):
+    assert refusal(num_ranks=ranks) == (
+        f"num_experts: expected a multiple of num_ranks={ranks}, got 8; add padding experts or "
+        "change the ranks"
+    )
+
+
+def test_one_ranks_share_of_several():
+    problem = make(num_experts=1024, num_ranks=4, format="nvfp4", act="bf16", wire="mxfp8")
+    assert (problem.num_local_experts, problem.recv_rows, problem.payload) == (256, 512, "mxfp8")
+    local = problem.local
+    assert (local.num_ranks, local.num_experts, local.top_k, local.wire) == (1, 256, 1, "auto")
+    assert local.max_tokens == local.recv_rows == 512
+    assert problem.with_(max_recv_rows=100).local.max_tokens == 100
+
+
+def test_received_rows_fit_an_int32():
+    sizes = {"num_ranks": 8, "max_tokens": 2**27}
+    assert refusal(**sizes) == (
+        f"num_ranks * max_tokens * top_k: expected below 2^31, got {2**31}; bound max_recv_rows, "
+        "or split the batch"
+    )
+    make(**sizes, max_recv_rows=2**31 - 1)
 
 
 @pytest.mark.parametrize("top_k", [0, -1, 9, 2.0, True, np.int64(2), None])
@@ -178,6 +204,29 @@ def test_wires(changes):
         'wire, combine_wire: expected "auto" and "bf16" (one rank sends nothing), got '
         f"{wire!r} and {combine_wire!r}"
     )
+
+
+@pytest.mark.parametrize(
+    ("act", "wires"),
+    [
+        ("auto", ("bf16", "mxfp8", "nvfp4")),
+        ("bf16", ("bf16", "mxfp8", "nvfp4")),
+        ("mxfp8", ("bf16", "mxfp8")),
+        ("nvfp4", ("bf16", "nvfp4")),
+    ],
+)
+def test_wires_of_several_ranks(act, wires):
+    several = {"num_ranks": 2, "act": act}
+    for wire in ("bf16", "mxfp8", "nvfp4", "fp8", None):
+        if wire in wires:
+            assert make(**several, wire=wire).payload == wire
+        else:
+            assert refusal(**several, wire=wire) == (
+                f"wire: expected one of {('auto', *wires)} for act={act!r}, got {wire!r}; what is "
+                "rounded for the wire is not rounded again"
+            )
+    assert make(**several).payload == act
+    assert "got 'auto' and 'mxfp8'" in refusal(**several, combine_wire="mxfp8")
 
 
 def test_wire_may_name_the_act():

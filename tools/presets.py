@@ -27,17 +27,30 @@ class Preset:
 
     sizes   the keyword arguments of its ``Problem``, but for max_tokens, format and act
     tokens  token counts worth timing, ascending
+    ranks   over how many the model's experts are spread
     """
 
     name: str
     sizes: dict[str, Any]
     tokens: tuple[int, ...]
+    ranks: int = 1
 
     def problem(
-        self, fmt: str = "auto", act: str = "auto", max_tokens: int | None = None
+        self,
+        fmt: str = "auto",
+        act: str = "auto",
+        max_tokens: int | None = None,
+        ranks: int | None = None,
     ) -> Problem:
-        """The layer's ``Problem``; ``max_tokens`` defaults to the largest count worth timing."""
-        return Problem(**self.sizes, format=fmt, act=act, max_tokens=max_tokens or max(self.tokens))
+        """The layer's ``Problem``; ``max_tokens`` defaults to the largest count worth timing.
+
+        ranks  None: one rank's experts as a layer of their own; else all experts over so many ranks
+        """
+        sizes = dict(self.sizes)
+        if ranks is not None:
+            sizes["num_experts"] *= self.ranks
+        tokens = max_tokens or max(self.tokens)
+        return Problem(**sizes, format=fmt, act=act, max_tokens=tokens, num_ranks=ranks or 1)
 
 
 def shapes_path() -> Path:
@@ -64,8 +77,10 @@ def load(names: Iterable[str] = (), path: Path | None = None) -> list[Preset]:
 
 def _parse(name: str, entry: dict[str, Any]) -> Preset:
     tokens = entry.pop("tokens")
+    ranks = entry.pop("ranks", 1)
     constants = {key: entry.pop(key) for key in _ACTIVATION if key in entry}
-    preset = Preset(name, {**entry, "activation": SwiGLU(**constants)}, tuple(sorted(tokens)))
+    sizes = {**entry, "activation": SwiGLU(**constants)}
+    preset = Preset(name, sizes, tuple(sorted(tokens)), ranks)
     preset.problem()  # a preset with sizes that no Problem takes fails here, with its message
     return preset
 
@@ -89,9 +104,12 @@ def jobs(
     """What ``precompile.run`` has to build so that calls of this layer never compile.
 
     configs  None: every rung of the ladder
-    x_kind   what a call's x is: "bf16", or ``BlockScaled`` "mxfp8" or "nvfp4"
+    x_kind   what a call's x is: "bf16", or ``BlockScaled`` "mxfp8" or "nvfp4"; with several ranks
+             it is what crosses the wire, whatever is said here
     """
     problem = variants.choose_variant(problem, arch).problem
+    if problem.num_ranks > 1:
+        x_kind, problem = problem.payload, problem.local
     operand = variants.operand_of(problem)
     rungs = variants.ladder(arch, operand) if configs is None else tuple(configs)
     module = variants.kernels_module(arch, "facts")

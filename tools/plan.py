@@ -1,0 +1,94 @@
+"""``moe-ep-jit plan``: what one rank's workspace takes, region by region; needs no GPU."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from moe_ep_jit import layout, variants
+from moe_ep_jit.problem import Problem
+from moe_ep_jit.workspace import Workspace
+
+_MIB = 2**20
+
+
+def make(name: str, problem: Problem) -> dict[str, Any]:
+    """The plan of a layer called ``name``, JSON-able; format "auto" counts as "mxfp8".
+
+    ``bytes`` is ``Workspace.bytes_needed``; the bytes of ``regions`` add up to it. ``wire`` is what
+    a row of (token, k) costs on its way to another rank and back.
+    """
+    problem = variants.choose_variant(problem, None).problem
+    several = problem.num_ranks > 1
+    own = problem.local if several else problem
+    operand = variants.operand_of(problem)
+    regions = [
+        _row("experts", region.name, region.shape, region.dtype)
+        for region in layout.regions(own, operand).values()
+    ]
+    if several:
+        shape = (own.max_tokens, own.hidden)
+        regions.append(_row("experts", "output", shape, "bf16"))
+        regions += [
+            _row("exchange", region.name, region.shape, region.dtype)
+            for region in layout.exchange_regions(problem).values()
+        ]
+    regions.append(_row("result", "output", (problem.max_tokens, problem.hidden), "bf16"))
+    total = Workspace.bytes_needed(problem)
+    rest = total - sum(row["bytes"] for row in regions)
+    regions.append(_row("all", "alignment", (rest,), "u8"))
+    wire = {
+        "payload": problem.payload,
+        "dispatch": sum(layout.wire_parts(problem.hidden, problem.payload).values()),
+        "combine": 2 * problem.hidden,
+    }
+    return {
+        "name": name,
+        "format": problem.format,
+        "act": problem.act,
+        "ranks": problem.num_ranks,
+        "local_experts": problem.num_local_experts,
+        "max_tokens": problem.max_tokens,
+        "max_rows": problem.recv_rows,
+        "bytes": total,
+        "regions": regions,
+        "wire": wire if several else None,
+    }
+
+
+def show(plans: list[dict[str, Any]], console: Console, as_json: bool) -> None:
+    """Print the plans, a table each."""
+    if as_json:
+        console.print_json(data=plans)
+        return
+    for plan in plans:
+        console.print(
+            f"{plan['name']} {plan['format']}, act {plan['act']}: {plan['ranks']} rank(s) of "
+            f"{plan['local_experts']} experts, {plan['max_tokens']} tokens, at most "
+            f"{plan['max_rows']} rows received",
+            soft_wrap=True,
+        )
+        table = Table("for", "region", "shape", "type", box=None)
+        table.add_column("MiB", justify="right")
+        for row in plan["regions"]:
+            shape = " x ".join(map(str, row["shape"]))
+            table.add_row(
+                row["for"], row["region"], shape, row["dtype"], f"{row['bytes'] / _MIB:.2f}"
+            )
+        table.add_row("all", "total", "", "", f"{plan['bytes'] / _MIB:.2f}")
+        console.print(table)
+        if plan["wire"] is not None:
+            wire = plan["wire"]
+            console.print(
+                f"a row of (token, k) between ranks: {wire['dispatch']} bytes of {wire['payload']} "
+                f"there, {wire['combine']} of bf16 back\n",
+                soft_wrap=True,
+            )
+
+
+def _row(what: str, name: str, shape: tuple[int, ...], dtype: str) -> dict[str, Any]:
+    size = prod(shape) * layout.ITEM_BYTES[dtype]
+    return {"for": what, "region": name, "shape": list(shape), "dtype": dtype, "bytes": size}
