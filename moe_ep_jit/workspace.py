@@ -46,7 +46,7 @@ class Workspace:
     debug     two output buffers alternate, and the one before is filled with NaN by the next call;
               None: what ``MOE_EP_JIT_DEBUG`` says (empty, 0, no, false and off mean off)
     operand   "e4m3" or "bf16", where weights turned out to need another than the problem's own
-              (``weights.operand``); None: ``variants.operand_of(problem)``
+              (``weights.operand``); None: ``variants.operand_of(problem, arch)``
 
     A workspace serves one stream at a time. A result that is a view of ``output`` dies with the
     next call of any layer that shares the workspace; its memory stays valid as long as the view.
@@ -80,7 +80,7 @@ class Workspace:
         if debug is None:
             debug = os.environ.get("MOE_EP_JIT_DEBUG", "").strip().lower() not in _OFF
         self.debug = bool(debug)
-        sizes = [layout.workspace_bytes(p, _operand(p, operand)) for p in self.problems]
+        sizes = [layout.workspace_bytes(p, _operand(p, operand, self.arch)) for p in self.problems]
         self.operand = operand
         self.nbytes_regions = max(sizes) if self.arch is not None else 0
         #: The round that the stage functions have begun: api.Round, None between calls.
@@ -133,14 +133,18 @@ class Workspace:
 
     @staticmethod
     def bytes_needed(
-        problem: Problem | Iterable[Problem], operand: str | None = None, debug: bool = False
+        problem: Problem | Iterable[Problem],
+        operand: str | None = None,
+        debug: bool = False,
+        arch: str | None = None,
     ) -> int:
         """Bytes of device memory that a workspace for ``problem`` takes, its output included.
 
         Known before anything is allocated and independent of how many layers share the workspace.
+        arch  exact arch whose kernels will run; None: Hopper's
         """
         problems = _problems(problem)
-        regions = max(layout.workspace_bytes(p, _operand(p, operand)) for p in problems)
+        regions = max(layout.workspace_bytes(p, _operand(p, operand, arch)) for p in problems)
         output = max(p.max_tokens * p.hidden for p in problems) * _BF16_BYTES
         return regions + layout.REGION_ALIGN + output * (2 if debug else 1)
 
@@ -186,7 +190,7 @@ class Workspace:
         named = {"output": self.output_of(problem)}
         if self.arch is None:
             return named
-        operand = operand or self.operand or variants.operand_of(problem)
+        operand = operand or self.operand or variants.operand_of(problem, self.arch)
         self._check_fits(problem, operand)
         for name, region in layout.regions(problem, operand).items():
             flat = self._regions[region.offset : region.offset + region.nbytes]
@@ -408,10 +412,10 @@ def _problems(problem: Problem | Iterable[Problem]) -> tuple[Problem, ...]:
     return problems
 
 
-def _operand(problem: Problem, operand: str | None) -> str:
+def _operand(problem: Problem, operand: str | None, arch: str | None) -> str:
     if operand is None:
-        return variants.operand_of(problem)
-    check(operand in ("e4m3", "bf16"), f'operand: expected "e4m3" or "bf16", got {operand!r}')
+        return variants.operand_of(problem, arch)
+    variants.check_operand(arch, operand)
     return operand
 
 
