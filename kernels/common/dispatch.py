@@ -50,7 +50,8 @@ class Dispatch:
         # A piece is what a thread reads at once: 16 elements to quantize (an NVFP4 block, half an
         # MXFP8 block); 8 to copy, which keeps a warp's stores next to each other.
         self.copies = act == "bf16" and x_kind == "bf16"
-        self.keeps_blocks = act == "nvfp4" and x_kind == "nvfp4"  # the caller's, with their scales
+        # The caller's blocks, with their scales.
+        self.keeps_blocks = act == x_kind and (act == "nvfp4" or self.has_blocks)
         self.piece = 8 if self.copies else 16
         self.pieces = hidden // self.piece
         # Of a piece, and one for the scale byte of its block.
@@ -93,9 +94,11 @@ class Dispatch:
             ]
             block_sf = None
             if const_expr(self.keeps_blocks):
-                row_sf = self.global_scale(args, token)
+                row_sf = None
+                if const_expr(self.act == "nvfp4"):
+                    row_sf = self.global_scale(args, token)
                 if const_expr(self.has_blocks):
-                    packed, block_sf = [v[:2] for v in values], [v[2] for v in values]
+                    packed, block_sf = [v[:-1] for v in values], [v[-1] for v in values]
                 else:
                     packed = [self.pack_bf16(v) for v in values]
             elif const_expr(self.has_blocks):
@@ -166,7 +169,7 @@ class Dispatch:
         if self.copies:
             return [words[i] for i in range(4)]
         if self.keeps_blocks and self.has_blocks:
-            return [words[i] for i in range(3)]
+            return [words[i] for i in range(self.words)]
         if self.x_kind == "bf16":
             return [f for i in range(8) for f in (ptx.low_bf16(words[i]), ptx.high_bf16(words[i]))]
         if self.x_kind == "mxfp8":

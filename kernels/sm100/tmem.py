@@ -20,10 +20,11 @@ KINDS = {
     "nvfp4": ("mxf4nvf4.block_scale.block16", 1 << 7 | 1 << 10),
 }
 
-#: Shared memory descriptors but for the address: bits 32.. the stride of 8 rows / 16, 46 the
+#: Shared memory descriptors but for the address: bits 16.. 1 where no operand is wider than its
+#: swizzle, 32.. the stride of 8 rows / 16, 46 the
 #: version, 61.. the swizzle.
-_ROWS_SWIZZLED = 1024 >> 4 << 32 | 1 << 46 | 2 << 61
-_SCALES = 128 >> 4 << 32 | 1 << 46
+_ROWS_SWIZZLED = 1 << 16 | 1024 >> 4 << 32 | 1 << 46 | 2 << 61
+_SCALES = 1 << 16 | 128 >> 4 << 32 | 1 << 46
 
 
 @dsl_user_op
