@@ -15,8 +15,7 @@ import torch
 
 from moe_ep_jit import formats
 from moe_ep_jit.formats import MXFP8, NVFP4, BlockScaled
-from moe_ep_jit.kernels.sm90 import packing
-from moe_ep_jit.kernels.sm90.packing import Rows
+from moe_ep_jit.kernels.common.packing import PAD, Rows, interleave_rows, pad, padded_shape
 from moe_ep_jit.problem import Problem, check, check_problem
 
 MATRICES = ("w13", "w2")
@@ -28,14 +27,15 @@ FLOATS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 #: a dynamic one for inputs of scale 1 and 0.05 (measured: the layer's error is 23.4 and 23.1 %).
 DEFAULT_H_GLOBAL_SCALE = 2.0**-8
 
-#: Second-level scales are below this: the decoder's epilogue multiplies them by NVFP4_EPILOGUE.
+#: Second-level scales are below this: Hopper's decoder leaves 2^20 to its epilogue.
 _GLOBAL_SCALE_LIMIT = 2.0**107
+_NVFP4_HEADROOM = 2.0**20
 
 #: Slabs that an expert is cut into, by source, so that a slab's temporaries (up to 30 bytes an
 #: element from floats, 16 for folding, 6 for 4 bits) are less than one expert of the source.
 _SLABS = {"fp32": 9, "bf16": 18, "fp16": 18, "mxfp8": 20, "nvfp4": 14}
 _SLABS_WHEN_REQUANTIZING = 48
-_SLAB_ROWS = packing.TILE_M
+_SLAB_ROWS = PAD  # whole blobs on every arch
 _REQUANTIZED_ROWS = 32
 
 # What the arguments must be
@@ -115,7 +115,7 @@ def small_tensors(
         order = _packed_rows(problem, name, gate_up, layout, device)
         value = bias.detach().float()[:, order]
         if layout != "plain":
-            value = packing.pad(value, experts, packing.padded_shape(rows, k)[0])
+            value = pad(value, experts, padded_shape(rows, k)[0])
         out[f"{name}_bias"] = value
     if problem.act != "nvfp4":
         check(
@@ -205,7 +205,7 @@ def _packed_rows(
         return torch.arange(problem.hidden, device=device)
     rows = _checkpoint_rows(gate_up, problem.intermediate)
     if layout != "plain":
-        rows = rows[packing.interleave_rows(problem.intermediate)]
+        rows = rows[interleave_rows(problem.intermediate)]
     return rows.to(device)
 
 
@@ -213,7 +213,7 @@ def gate_first_rows(problem: Problem, name: str, device: torch.device) -> torch.
     """int64 [rows]: gate-first row -> packed row; undoes the interleaving and drops padding."""
     if name == "w2":
         return torch.arange(problem.hidden, device=device)
-    return packing.interleave_rows(problem.intermediate, device).argsort()
+    return interleave_rows(problem.intermediate, device).argsort()
 
 
 # Reading a source slab by slab
@@ -384,7 +384,7 @@ def scan(sources: tuple[Source, ...], fmt: str) -> None:
         if fmt == "nvfp4":
             source.global_scale = formats.global_scale_of(amax)
             check(
-                bool((source.global_scale * packing.NVFP4_EPILOGUE).isfinite().all()),
+                bool((source.global_scale * _NVFP4_HEADROOM).isfinite().all()),
                 f"{source.name}: expected weights below 2^118, got {float(amax.max()):g}; "
                 "the checkpoint is damaged",
             )

@@ -152,7 +152,10 @@ def _add_precompile(commands: Any) -> None:
     precompile = _command(commands, "precompile", _precompile, summary)
     arch = next(iter(ARCHES))
     precompile.add_argument(
-        "--arch", choices=tuple(ARCHES), default=arch, help=f"to compile for; default: {arch}"
+        "--arch",
+        action="append",
+        choices=tuple(ARCHES),
+        help=f"to compile for; more than one may be given; default: {arch}",
     )
     _presets(precompile)
     precompile.add_argument(
@@ -171,9 +174,10 @@ def _precompile(args: argparse.Namespace, console: Console) -> int:
 
     jobs = [
         job
+        for arch in dict.fromkeys(args.arch or [next(iter(ARCHES))])
         for preset in presets.load(args.preset)
         for fmt in _formats(args)
-        for job in presets.jobs(preset.problem(fmt, args.act, ranks=args.ranks), args.arch)
+        for job in presets.jobs(preset.problem(fmt, args.act, ranks=args.ranks), arch)
     ]
     columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     notes = Console(stderr=True)

@@ -154,13 +154,13 @@ def check_config(arch: str, config: Any) -> None:
         )
 
 
-def weights_kinds(problem: Problem, operand: str) -> tuple[str, ...]:
-    """The kinds of prepared weights that fit an operand; what folding costs decides among them."""
-    if problem.format == "nvfp4":
-        return ("nvfp4",)
-    if operand == "e4m3":
-        return ("mxfp8_row", "mxfp8_group128")
-    return ("mxfp8_exact",)
+def weights_kinds(arch: str, problem: Problem, operand: str) -> tuple[str, ...]:
+    """The kinds of prepared weights that fit an operand; what preparation measures decides among
+    them.
+    """
+    packing = variants.kernels_module(arch, "packing")
+    kinds = packing.OPERANDS.items()
+    return tuple(k for k, o in kinds if o == operand and k.startswith(problem.format))
 
 
 def warmup(
@@ -200,11 +200,11 @@ def warmup(
         wanted = [(bind(ws, weights).problem, weights.kind, weights.operand)]
     else:
         problems = [variants.choose_variant(p, ws.arch).problem for p in ws.problems]
-        operands = [ws.operand or variants.operand_of(p) for p in problems]
+        operands = [ws.operand or variants.operand_of(p, ws.arch) for p in problems]
         wanted = [
             (p, kind, operand)
             for p, operand in zip(problems, operands, strict=True)
-            for kind in weights_kinds(p, operand)
+            for kind in weights_kinds(ws.arch, p, operand)
         ]
     configs = None if configs is None else tuple(configs)
     for config in configs or ():

@@ -29,6 +29,9 @@ MIN_TILE_N = 8
 #: MXFP8 block along K.
 SF_BLOCK = 32
 
+#: K elements that four block scales serve, for the operands whose blocks the MMA scales itself.
+SF_ATOM_K = {"mxfp8": 128, "nvfp4": 64}
+
 #: Words of the ``control`` region.
 CONTROL_WORDS = 16
 CONTROL_ROUTE_TICKET = 0  # CTAs of the route kernel that have finished
@@ -87,14 +90,53 @@ def first_sf_row(first_row: int, expert: int) -> int:
     return (first_row + 3) // 4 * 4 + 4 * expert
 
 
+# Block scales for an MMA that scales blocks itself (operand "mxfp8" or "nvfp4"). Four blocks of K
+# are a k-atom, a word a row. The MMA takes 128 rows x 4 blocks as 32 lanes of 16 bytes: row r is
+# word r / 32 of lane r % 32. A tile of tokens must begin at lane 0, so the scales are kept tile by
+# tile, in the order of the tile list, and in a tile k-atom by k-atom; tiles of 8 or 16 rows keep as
+# many lanes. An expert's last tile leaves the places behind its rows unwritten: they scale only
+# columns of the product that nobody reads.
+
+
+def sf_atom_bytes(tile_n: int) -> int:
+    """Bytes of the scales of one tile for one k-atom."""
+    return min(tile_n, 32) * 16 * ceil_div(tile_n, 128)
+
+
+def sf_place(row: int) -> int:
+    """Byte of a tile's row in its k-atom."""
+    return (row >> 7) * 512 + (row & 31) * 16 + ((row >> 5) & 3) * 4
+
+
+def sf_lines(rows: int, num_experts: int, k_atoms: int) -> int:
+    """Lines of 128 bytes that hold the scales of ``rows``, whatever tile_n is.
+
+    ``rows // tile_n + num_experts`` tiles at most, of 16 bytes a row or less, of 1024 or less.
+    """
+    return ((rows + 7) // 8 + 8 * num_experts) * k_atoms
+
+
+def sf_atoms(k: int, operand: str) -> int:
+    """K-atoms of ``k`` elements."""
+    return ceil_div(k, SF_ATOM_K[operand])
+
+
 def regions(problem: Problem, operand: str) -> dict[str, Region]:
     """All regions of one rank's workspace but the output, by name, in launch-argument order.
 
-    operand  what the MMA's token side is: "e4m3" (one byte) or "bf16"
+    operand  what the MMA's token side is: "e4m3" (one byte), "bf16", or rows with their block
+             scales apart: "mxfp8" (one byte), "nvfp4" (half a byte)
     """
     slots = problem.max_tokens * problem.top_k
-    rows = problem.recv_rows
-    token = "u8" if operand == "e4m3" else "bf16"
+    rows, experts = problem.recv_rows, problem.num_local_experts
+    token = "bf16" if operand == "bf16" else "u8"
+    packing = 2 if operand == "nvfp4" else 1  # elements that an item holds
+
+    def block_scales(k: int) -> tuple[tuple[int, ...], str] | None:
+        if operand not in SF_ATOM_K:
+            return None
+        return (sf_lines(rows, experts, sf_atoms(k, operand)), 128), "u8"
+
     shapes = {
         "control": ((CONTROL_WORDS,), "i32"),
         # rows of each expert in a chunk; in the end, in the chunks before it
@@ -102,21 +144,22 @@ def regions(problem: Problem, operand: str) -> dict[str, Region]:
         # place among its chunk's slots of the same expert; -1: skipped
         "slot_rank": ((slots,), "i32"),
         # first n-tile, n-tiles, first row, rows
-        "expert_info": ((problem.num_local_experts, 4), "i32"),
+        "expert_info": ((experts, 4), "i32"),
         # number of n-tiles, then the expert of each
-        "tiles": ((1 + ceil_div(rows, MIN_TILE_N) + problem.num_local_experts,), "i32"),
+        "tiles": ((1 + ceil_div(rows, MIN_TILE_N) + experts,), "i32"),
         "row_slot": ((rows,), "i32"),  # token * top_k + k
-        "recv_x": ((rows, problem.hidden), token),
+        "recv_x": ((rows, problem.hidden // packing), token),
         "recv_sf": ((rows,), "f32"),  # scale of a row of recv_x, after folding of h
-        "h": ((rows, problem.intermediate), token),
-        "h_sf": (
-            (problem.intermediate // SF_BLOCK, sf_pitch(rows, problem.num_local_experts)),
-            "f32",
-        ),
+        "recv_block_sf": block_scales(problem.hidden),
+        "h": ((rows, problem.intermediate // packing), token),
+        "h_sf": block_scales(problem.intermediate),
         "y": ((slots, problem.hidden), "bf16"),  # by slot: what combine sums
     }
-    if operand != "e4m3":
-        del shapes["h_sf"]  # a 16-bit operand carries its scales in its values
+    if operand == "e4m3":  # fp32 scales of the intermediate's blocks alone
+        blocks = problem.intermediate // SF_BLOCK
+        shapes["h_sf"] = ((blocks, sf_pitch(rows, experts)), "f32")
+    # A 16-bit operand carries its scales in its values.
+    shapes = {name: shape for name, shape in shapes.items() if shape is not None}
     out, offset = {}, 0
     for name, (shape, dtype) in shapes.items():
         out[name] = Region(name, offset, shape, dtype)
@@ -207,6 +250,7 @@ LAUNCH_ARGS = {
     "row_slot": "ptr",
     "recv_x": "ptr",
     "recv_sf": "ptr",
+    "recv_block_sf": "ptr",
     "h": "ptr",
     "h_sf": "ptr",
     "y": "ptr",

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 #: Every arch this version knows: its exact compile target -> its folder under ``kernels/``.
-ARCHES = {"sm_90a": "sm90"}
+ARCHES = {"sm_90a": "sm90", "sm_100a": "sm100", "sm_103a": "sm100"}
 
 FORMATS = ("mxfp8", "nvfp4")
 
-#: What the experts' activations may be, for each weight format. The first is the Hopper default.
+#: What the experts' activations may be, for each weight format; an arch's ``config.ACTS`` says
+#: which of them it has kernels for. The first is Hopper's default and the reference's.
 ACTS = {"mxfp8": ("mxfp8", "bf16"), "nvfp4": ("bf16", "nvfp4", "mxfp8")}
 
 #: What may cross the wire between ranks.

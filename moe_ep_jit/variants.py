@@ -27,7 +27,7 @@ SOURCES = {
 }
 
 #: CUDA compute capability -> exact arch, for the arches that have kernels.
-_CAPABILITIES = {(9, 0): "sm_90a"}
+_CAPABILITIES = {(9, 0): "sm_90a", (10, 0): "sm_100a", (10, 3): "sm_103a"}
 
 #: Above this many rows an expert, arithmetic rules and not the weights' bytes, on Hopper.
 _COMPUTE_BOUND_ROWS = 90
@@ -36,6 +36,14 @@ _NO_KERNELS = (
     'pass backend="reference" to run the PyTorch reference there, or use one of the GPUs that have '
     f"kernels ({', '.join(ARCHES)})"
 )
+
+
+#: Why an act is an arch's default.
+_ACT_REASONS = {
+    "mxfp8": "mxfp8 activations: the FP8 tensor cores take both sides",
+    "bf16": "bf16 activations: 4-bit weights expand to 16 bits exactly, as accurate as any",
+    "nvfp4": "nvfp4 activations: the tensor cores take 4-bit blocks on both sides or neither",
+}
 
 
 @dataclass(frozen=True)
@@ -155,19 +163,27 @@ def kernels_module(arch: str, name: str) -> ModuleType:
     return import_module(f"moe_ep_jit.kernels.{kernels_folder(arch)}.{name}")
 
 
-def operand_of(problem: Problem) -> str:
-    """What the MMA's token side is for the problem's format and act: "e4m3" or "bf16".
+def acts(arch: str | None, fmt: str) -> tuple[str, ...]:
+    """What the experts' activations may be for weights of ``fmt`` on ``arch``, its default first;
+    for the reference (None) what any arch takes, Hopper's default first.
+    """
+    return ACTS[fmt] if arch is None else kernels_module(arch, "config").ACTS[fmt]
 
-    act="auto" counts as the Hopper default. ValueError while ``format`` is "auto".
+
+def operand_of(problem: Problem, arch: str | None = None) -> str:
+    """What the MMA's token side is for the problem's format and act on ``arch`` (None: Hopper), as
+    ``layout.regions`` names it.
+
+    act="auto" counts as the arch's default. ValueError while ``format`` is "auto".
     """
     check(
         problem.format != "auto",
         'format: "auto" is decided by prepare_weights; use weights.problem (or pass operand="e4m3" '
         'or "bf16" to size memory before that)',
     )
-    act = ACTS[problem.format][0] if problem.act == "auto" else problem.act
-    # NVFP4 weights are expanded to 16 bits whatever the activations are.
-    return "e4m3" if problem.format == "mxfp8" and act == "mxfp8" else "bf16"
+    arch = arch or next(iter(ARCHES))
+    act = acts(arch, problem.format)[0] if problem.act == "auto" else problem.act
+    return kernels_module(arch, "config").operand_of(problem.format, act)
 
 
 def choose_variant(
@@ -178,7 +194,8 @@ def choose_variant(
 ) -> Variant:
     """Resolve ``format`` and ``act`` and say why.
 
-    arch             "sm_90a", or None for the reference, which takes Hopper's defaults
+    arch             an exact arch ("sm_100a"), or None for the reference, which takes Hopper's
+                     defaults
     source_formats   what the checkpoint holds: names out of ``SOURCES``; () counts as "float"
     expected_tokens  tokens of a typical call; only words the reason, accuracy decides
     ValueError for a source or an arch that is not known.
@@ -212,17 +229,15 @@ def choose_variant(
         reasons.append(f"{fmt} weights as the problem says" + _requantized(fmt, held))
     act = problem.act
     if act == "auto":
-        act = ACTS[fmt][0]
-        if fmt == "mxfp8":
-            reasons.append("mxfp8 activations: the FP8 tensor cores take both sides")
-        else:
-            reasons.append(
-                "bf16 activations: 4-bit weights expand to 16 bits exactly, as accurate as any"
-            )
+        act = acts(arch, fmt)[0]
+        reasons.append(_ACT_REASONS[act])
     else:
+        allowed = acts(arch, fmt)
+        where = "" if arch is None else f" on {arch}"
         check(
-            act in ACTS[fmt],
-            f"act: expected one of {ACTS[fmt]} for the chosen format {fmt!r}, got {act!r}",
+            act in allowed,
+            f"act: expected one of {allowed} for {fmt} weights{where}, got {act!r}; its tensor "
+            'cores take no other pair, so pass act="auto"',
         )
         reasons.append(f"{act} activations as the problem says")
     folder = "reference" if arch is None else ARCHES[arch]
@@ -260,9 +275,21 @@ def _requantized(fmt: str, held: set[str]) -> str:
 
 
 def ladder(arch: str, operand: str) -> tuple[Any, ...]:
-    """Every rung that a call can get for an operand ("e4m3" or "bf16") on ``arch``."""
-    check(operand in ("e4m3", "bf16"), f'operand: expected "e4m3" or "bf16", got {operand!r}')
+    """Every rung that a call can get for an operand (``operands(arch)``) on ``arch``."""
+    check_operand(arch, operand)
     return tuple(kernels_module(arch, "config").ladder(operand))
+
+
+def operands(arch: str | None = None) -> tuple[str, ...]:
+    """What the MMA's token side may be on ``arch`` (None: Hopper)."""
+    return kernels_module(arch or next(iter(ARCHES)), "config").OPERANDS
+
+
+def check_operand(arch: str | None, operand: str) -> None:
+    """ValueError unless ``arch`` (None: Hopper) has kernels for ``operand``."""
+    known = operands(arch)
+    names = " or ".join(f'"{name}"' for name in known)
+    check(operand in known, f"operand: expected {names}, got {operand!r}")
 
 
 def rung_reason(arch: str, operand: str, rung: Any) -> str:
@@ -277,5 +304,5 @@ def choose_rung(problem: Problem, arch: str, tokens: int, operand: str | None = 
     Arithmetic on tokens, top_k and the local experts alone: every rung is right for any counts.
     operand  None: what the problem's format and act give
     """
-    operand = operand_of(problem) if operand is None else operand
+    operand = operand_of(problem, arch) if operand is None else operand
     return kernels_module(arch, "config").choose_config(problem, operand, tokens)

@@ -13,6 +13,7 @@ import json
 import os
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -33,8 +34,7 @@ from moe_ep_jit.checkpoint import (
     small_tensors,
 )
 from moe_ep_jit.formats import MXFP8, NVFP4, BlockScaled
-from moe_ep_jit.kernels.sm90 import packing
-from moe_ep_jit.kernels.sm90.packing import Rows
+from moe_ep_jit.kernels.common.packing import Rows
 from moe_ep_jit.problem import ARCHES, Problem, SwiGLU, check, check_problem
 
 #: Version of the files of ``save_prepared``; raised when the tensors' meaning changes.
@@ -54,10 +54,11 @@ class PreparedWeights:
     """The weights of one rank's experts as the kernels (or the reference) read them.
 
     problem  with ``format`` and ``act`` resolved
-    layout   "sm90" (``kernels/sm90/packing.py``) or "plain" (the reference's: block-scaled, gate
-             rows first)
+    layout   "sm90", "sm100" (``kernels/<layout>/packing.py``) or "plain" (the reference's:
+             block-scaled, gate rows first)
     arch     exact arch of the kernels, None for "plain"
-    kind     "mxfp8_row", "mxfp8_group128", "mxfp8_exact" or "nvfp4"; None for "plain"
+    kind     of the arch's packing: "mxfp8_row", "mxfp8_group128", "mxfp8_exact" or "nvfp4" on sm90,
+             "mxfp8" or "nvfp4" on sm100; None for "plain"
     variant  what the dispatcher chose: name and reason
     tensors  by name; their addresses stay for the object's life, ``update_weights`` included
     report   JSON-able: kind, reason, fold (measured losses), warnings (requantized sources)
@@ -75,8 +76,10 @@ class PreparedWeights:
 
     @property
     def operand(self) -> str:
-        """What the MMA's token side is: "e4m3" or "bf16"."""
-        return packing.OPERANDS[self.kind] if self.kind else variants.operand_of(self.problem)
+        """What the MMA's token side is: "e4m3" or "bf16", on Blackwell "mxfp8" or "nvfp4"."""
+        if self.kind is None:
+            return variants.operand_of(self.problem)
+        return _packing(self.arch).OPERANDS[self.kind]
 
     @property
     def fold(self) -> str | None:
@@ -113,11 +116,13 @@ class PreparedWeights:
             isinstance(expert, int) and 0 <= expert < self.problem.num_local_experts,
             f"expert: expected 0..{self.problem.num_local_experts - 1}, got {expert!r}",
         )
-        data, sf = self.tensors[name][expert], self.tensors[f"{name}_sf"][expert]
+        data, sf = self.tensors[name][expert], self.tensors.get(f"{name}_sf")
+        sf = None if sf is None else sf[expert]
         if self.layout == "plain":
             global_scale = self.tensors.get(f"{name}_global_scale")
             global_scale = None if global_scale is None else global_scale[expert]
             return as_operand(self.problem.format, Rows(data, sf), global_scale)
+        packing = _packing(self.arch)
         packed, global_scale = packing.unpack_rows(self.kind, data, sf)
         order = gate_first_rows(self.problem, name, self.device)
         data, sf = packed.data[order], packed.sf[order]
@@ -207,13 +212,13 @@ def prepare_weights(
     sources = open_sources(w13, w2, problem, gate_up, layout)
     small = small_tensors(problem, w13_bias, w2_bias, gate_up, h_global_scale, layout, device)
     scan(sources, problem.format)
-    kind, losses = _choose_kind(sources, problem, layout)
+    kind, losses = _choose_kind(sources, problem, arch)
 
-    tensors = _allocate(problem, kind, device)
+    tensors = _allocate(problem, arch, kind, device)
     for name, value in small.items():
         tensors[name].copy_(value)
     for source in sources:
-        _write(source, problem.format, kind, tensors)
+        _write(source, problem.format, arch, kind, tensors)
     report = {"kind": kind, "reason": variant.reason, "fold": losses, "warnings": []}
     _report_requantized(report, held, problem.format)
     return PreparedWeights(problem, layout, arch, kind, variant, tensors, report, rank)
@@ -250,8 +255,11 @@ def update_weights(
         problem, w13_bias, w2_bias, gate_up, h_global_scale, prepared.layout, prepared.device
     )
     scan(sources, problem.format)
-    if kind in packing.FOLD_GROUPS:
-        losses = {source.name: _measure_fold(source, problem.format, kind) for source in sources}
+    group = _folds(prepared.arch)
+    if kind in group:
+        losses = {
+            source.name: _measure_fold(source, problem.format, group[kind]) for source in sources
+        }
         check(
             fold_is_small(losses),
             f"weights: folding as {kind} would lose too much on the new values ({losses}; allowed "
@@ -262,7 +270,7 @@ def update_weights(
     for name, value in small.items():
         prepared.tensors[name].copy_(value)
     for source in sources:
-        _write(source, problem.format, kind, prepared.tensors)
+        _write(source, problem.format, prepared.arch, kind, prepared.tensors)
     prepared.report["warnings"] = []
     _report_requantized(prepared.report, tuple(format_name(w) for w in (w13, w2)), problem.format)
 
@@ -355,23 +363,33 @@ def load_prepared(
 # Kind and fold
 
 
+def _packing(arch: str) -> ModuleType:
+    """The arch's weight layouts: plain Python and torch."""
+    return variants.kernels_module(arch, "packing")
+
+
+def _folds(arch: str | None) -> dict[str, int | None]:
+    """The arch's kinds that fold MXFP8 scales, and what each folds over."""
+    return {} if arch is None else _packing(arch).FOLD_GROUPS
+
+
 def _choose_kind(
-    sources: tuple[Source, ...], problem: Problem, layout: str
+    sources: tuple[Source, ...], problem: Problem, arch: str | None
 ) -> tuple[str | None, dict[str, Any]]:
     """The kind of both matrices and the fold losses measured on the way, by kind and matrix."""
-    if layout == "plain":
+    if arch is None:
         return None, {}
-    if problem.format == "nvfp4":
-        return "nvfp4", {}
     losses = {}
-    if problem.act == "mxfp8":
-        for kind in packing.FOLD_GROUPS:
-            losses[kind] = {
-                source.name: _measure_fold(source, problem.format, kind) for source in sources
-            }
-            if fold_is_small(losses[kind]):
-                return kind, losses
-    return "mxfp8_exact", losses
+    folds = _folds(arch)
+    for kind in _packing(arch).kinds(problem):
+        if kind not in folds:
+            return kind, losses
+        losses[kind] = {
+            source.name: _measure_fold(source, problem.format, folds[kind]) for source in sources
+        }
+        if fold_is_small(losses[kind]):
+            return kind, losses
+    raise AssertionError("the last of an arch's kinds folds nothing")
 
 
 def fold_is_small(losses: dict[str, dict[str, float]]) -> bool:
@@ -382,8 +400,10 @@ def fold_is_small(losses: dict[str, dict[str, float]]) -> bool:
     )
 
 
-def _measure_fold(source: Source, fmt: str, kind: str) -> dict[str, float]:
-    """Relative L2 error that folding adds: of the worst 32-block, and of the whole matrix."""
+def _measure_fold(source: Source, fmt: str, group: int | None) -> dict[str, float]:
+    """Relative L2 error that folding over ``group`` elements (None: a row) adds: of the worst
+    32-block, and of the whole matrix.
+    """
     device = device_of(source.tensor)
     worst = torch.zeros((), device=device)
     lost, total = torch.zeros(2, dtype=torch.float64, device=device)
@@ -391,7 +411,7 @@ def _measure_fold(source: Source, fmt: str, kind: str) -> dict[str, float]:
         for start, end in source.slabs():
             rows, _ = source.block_scaled(expert, start, end, fmt)
             q = as_operand(fmt, rows, None)
-            loss = formats.fold_loss(q, formats.fold(q, packing.FOLD_GROUPS[kind]))
+            loss = formats.fold_loss(q, formats.fold(q, group))
             worst = torch.maximum(worst, loss.amax())
             values = q.data.float().view(*rows.sf.shape, MXFP8.sf_block)
             energy = values.square_().sum(2).double() * torch.exp2(2 * (rows.sf.double() - 127))
@@ -401,9 +421,16 @@ def _measure_fold(source: Source, fmt: str, kind: str) -> dict[str, float]:
     return {"worst_block": float(worst), "whole": float(whole)}
 
 
-def _write(source: Source, fmt: str, kind: str | None, tensors: dict[str, torch.Tensor]) -> None:
+def _write(
+    source: Source,
+    fmt: str,
+    arch: str | None,
+    kind: str | None,
+    tensors: dict[str, torch.Tensor],
+) -> None:
     """Bring every row of one matrix into the prepared tensors."""
-    out, out_sf = tensors[source.name], tensors[f"{source.name}_sf"]
+    out, out_sf = tensors[source.name], tensors.get(f"{source.name}_sf")
+    packing, folds = None if arch is None else _packing(arch), _folds(arch)
     for expert in range(source.tensor.shape[0]):
         for start, end in source.slabs():
             rows, scale = source.block_scaled(expert, start, end, fmt)
@@ -413,14 +440,15 @@ def _write(source: Source, fmt: str, kind: str | None, tensors: dict[str, torch.
                 if scale is not None:
                     tensors[f"{source.name}_global_scale"][expert, start:end] = scale
                 continue
-            if kind in packing.FOLD_GROUPS:
+            if kind in folds:
                 q = as_operand(fmt, rows, None)
-                folded = formats.fold(q, packing.FOLD_GROUPS[kind])
+                folded = formats.fold(q, folds[kind])
                 rows = Rows(as_bytes(folded.data), as_bytes(folded.sf))
             blobs, scales = packing.pack_rows(kind, rows, scale)
             first = start // packing.TILE_M
             out[expert, first : first + len(blobs)] = blobs
-            out_sf[expert][..., start : start + scales.shape[-1]] = scales
+            if out_sf is not None:
+                out_sf[expert][..., start : start + scales.shape[-1]] = scales
 
 
 def _report_requantized(report: dict[str, Any], held: tuple[str, ...], fmt: str) -> None:
@@ -439,11 +467,11 @@ def _report_requantized(report: dict[str, Any], held: tuple[str, ...], fmt: str)
 
 
 def _tensor_specs(
-    problem: Problem, kind: str | None
+    problem: Problem, arch: str | None, kind: str | None
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Name -> (shape, dtype) of every prepared tensor; kind None: the plain layout."""
     if kind is not None:
-        return packing.tensor_specs(problem, kind)
+        return _packing(arch).tensor_specs(problem, kind)
     experts, fmt = problem.num_local_experts, formats.BY_NAME[problem.format]
     specs = {}
     for name in MATRICES:
@@ -461,17 +489,20 @@ def _tensor_specs(
     return specs
 
 
-def _allocate(problem: Problem, kind: str | None, device: torch.device) -> dict[str, torch.Tensor]:
+def _allocate(
+    problem: Problem, arch: str | None, kind: str | None, device: torch.device
+) -> dict[str, torch.Tensor]:
     """The prepared tensors, uninitialised but for their padding rows."""
     tensors = {
         name: torch.empty(shape, dtype=dtype, device=device)
-        for name, (shape, dtype) in _tensor_specs(problem, kind).items()
+        for name, (shape, dtype) in _tensor_specs(problem, arch, kind).items()
     }
     if kind is not None:
         for name in MATRICES:
             rows, _ = matrix_shape(problem, name)
-            tensors[name][:, rows // packing.TILE_M :] = 0
-            tensors[f"{name}_sf"][..., rows:] = 0
+            tensors[name][:, rows // _packing(arch).TILE_M :] = 0
+            if f"{name}_sf" in tensors:
+                tensors[f"{name}_sf"][..., rows:] = 0
     return tensors
 
 
@@ -485,12 +516,10 @@ def _checked_state(state: dict[str, Any]) -> PreparedWeights:
         check(arch is None and kind is None, f"plain layout with arch={arch!r}, kind={kind!r}")
     else:
         check(ARCHES.get(arch) == layout, f"layout {layout!r} for arch {arch!r}")
-        fitting = [k for k in packing.OPERANDS if k.startswith(problem.format)]
-        if problem.act != "mxfp8" and problem.format == "mxfp8":
-            fitting = ["mxfp8_exact"]
+        fitting = _packing(arch).kinds(problem)
         check(kind in fitting, f"kind: expected one of {fitting}, got {kind!r}")
     _check_rank(state["rank"], problem)
-    tensors, specs = state["tensors"], _tensor_specs(problem, kind)
+    tensors, specs = state["tensors"], _tensor_specs(problem, arch, kind)
     check(
         tensors.keys() == specs.keys(),
         f"tensors: expected {sorted(specs)}, got {sorted(tensors)}",

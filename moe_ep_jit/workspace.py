@@ -48,7 +48,7 @@ class Workspace:
     debug     two output buffers alternate, and the one before is filled with NaN by the next call;
               None: what ``MOE_EP_JIT_DEBUG`` says (empty, 0, no, false and off mean off)
     operand   "e4m3" or "bf16", where weights turned out to need another than the problem's own
-              (``weights.operand``); None: ``variants.operand_of(problem)``
+              (``weights.operand``); None: ``variants.operand_of(problem, arch)``
     transport "collective": over torch.distributed; this version has no other
     timeout   seconds that a rank waits for the others in one phase of a call; 0: as long as the
               group's own timeout
@@ -93,7 +93,7 @@ class Workspace:
         if debug is None:
             debug = os.environ.get("MOE_EP_JIT_DEBUG", "").strip().lower() not in _OFF
         self.debug = bool(debug)
-        sizes = [layout.workspace_bytes(p, _operand(p, operand)) for p in self.problems]
+        sizes = [layout.workspace_bytes(p, _operand(p, operand, self.arch)) for p in self.problems]
         self.operand = operand
         #: transport.Exchange and the experts' own Workspace, with several ranks.
         self.exchange: Exchange | None = None
@@ -157,19 +157,23 @@ class Workspace:
 
     @staticmethod
     def bytes_needed(
-        problem: Problem | Iterable[Problem], operand: str | None = None, debug: bool = False
+        problem: Problem | Iterable[Problem],
+        operand: str | None = None,
+        debug: bool = False,
+        arch: str | None = None,
     ) -> int:
         """Bytes of device memory that a workspace for ``problem`` takes, its output included.
 
         Known before anything is allocated and independent of how many layers share the workspace.
+        arch  exact arch whose kernels will run; None: Hopper's
         """
         problems = _problems(problem)
         output = max(p.max_tokens * p.hidden for p in problems) * _BF16_BYTES
         output *= 2 if debug else 1
         if problems[0].num_ranks > 1:
-            own = Workspace.bytes_needed([p.local for p in problems], operand)
+            own = Workspace.bytes_needed([p.local for p in problems], operand, arch=arch)
             return own + max(map(layout.exchange_bytes, problems)) + output
-        regions = max(layout.workspace_bytes(p, _operand(p, operand)) for p in problems)
+        regions = max(layout.workspace_bytes(p, _operand(p, operand, arch)) for p in problems)
         return regions + layout.REGION_ALIGN + output
 
     @property
@@ -214,7 +218,7 @@ class Workspace:
         named = {"output": self.output_of(problem)}
         if self.arch is None:
             return named
-        operand = operand or self.operand or variants.operand_of(problem)
+        operand = operand or self.operand or variants.operand_of(problem, self.arch)
         self._check_fits(problem, operand)
         for name, region in layout.regions(problem, operand).items():
             flat = self._regions[region.offset : region.offset + region.nbytes]
@@ -464,10 +468,10 @@ def _problems(problem: Problem | Iterable[Problem]) -> tuple[Problem, ...]:
     return problems
 
 
-def _operand(problem: Problem, operand: str | None) -> str:
+def _operand(problem: Problem, operand: str | None, arch: str | None) -> str:
     if operand is None:
-        return variants.operand_of(problem)
-    check(operand in ("e4m3", "bf16"), f'operand: expected "e4m3" or "bf16", got {operand!r}')
+        return variants.operand_of(problem, arch)
+    variants.check_operand(arch, operand)
     return operand
 
 

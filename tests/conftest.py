@@ -20,12 +20,15 @@ import torch
 
 from moe_ep_jit.tools.emulator.host import c_compiler
 
-#: Marker -> the compute capability that it needs.
-ARCHES = {"sm90": (9, 0), "sm100": (10, 0)}
+#: Marker -> the compute capabilities that serve it.
+ARCHES = {"sm90": ((9, 0),), "sm100": ((10, 0), (10, 3))}
 DEVICE_MARKERS = (*ARCHES, "ranks")
 
-#: Where the tests of an arch's kernels run: set before any test module is read.
+#: Where sm90's tests run: set before any test module is read.
 DEVICE, EMULATED, FULL = "cuda", False, False
+
+#: Whether sm100's run on the emulator: wherever no Blackwell GPU is, beside another GPU too.
+SM100_EMULATED = False
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -49,8 +52,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Before any test module is read: whether sm90's tests run on the emulator."""
-    global DEVICE, EMULATED, FULL
+    global DEVICE, EMULATED, FULL, SM100_EMULATED
     EMULATED = config.getoption("--emulate") or not torch.cuda.is_available()
+    SM100_EMULATED = config.getoption("--emulate") or bool(_missing_arch("sm100"))
     DEVICE, FULL = "cpu" if EMULATED else "cuda", config.getoption("--full")
 
 
@@ -59,16 +63,28 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if not any(item.get_closest_marker(name) for name in DEVICE_MARKERS):
             item.add_marker("cpu")
-    if EMULATED and not config.getoption("--full"):
-        left = [item for item in items if item.get_closest_marker("full")]
+    if not config.getoption("--full"):
+        left = [i for i in items if i.get_closest_marker("full") and _is_emulated(i)]
         config.hook.pytest_deselected(items=left)
-        items[:] = [item for item in items if not item.get_closest_marker("full")]
+        items[:] = [item for item in items if item not in set(left)]
+
+
+def pytest_report_header() -> str:
+    places = {"sm90": EMULATED, "sm100": SM100_EMULATED}
+    return ", ".join(
+        f"{arch} on {'the PTX emulator' if emulated else 'the GPU'}"
+        for arch, emulated in places.items()
+    )
+
+
+def _is_emulated(item: pytest.Item) -> bool:
+    return SM100_EMULATED if item.get_closest_marker("sm100") else EMULATED
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    for arch, capability in ARCHES.items():
-        reason = _missing_arch(arch, capability)
-        emulated = EMULATED and item.get_closest_marker("emulated")
+    for arch in ARCHES:
+        reason = _missing_arch(arch)
+        emulated = _is_emulated(item) and item.get_closest_marker("emulated")
         if emulated and not item.config.getoption("--arch"):
             _skip_without_compiler()
             continue
@@ -86,12 +102,12 @@ def _skip_without_compiler() -> None:
         pytest.skip("the emulator's launch stand-in needs a C compiler, found no cc, gcc or clang")
 
 
-def _missing_arch(arch: str, capability: tuple[int, int]) -> str | None:
+def _missing_arch(arch: str) -> str | None:
     """Why this machine cannot run tests of ``arch``; None if it can."""
     if not torch.cuda.is_available():
         return f"needs a GPU of {arch}, found no CUDA device"
     found = torch.cuda.get_device_capability()
-    if found != capability:
+    if found not in ARCHES[arch]:
         return f"needs a GPU of {arch}, found compute capability {found[0]}.{found[1]}"
     return None
 

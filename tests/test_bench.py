@@ -12,7 +12,7 @@ from rich.console import Console
 from moe_ep_jit import reference, variants
 from moe_ep_jit.problem import Problem, SwiGLU
 from moe_ep_jit.tools import bench, nvml, peers, presets, results, routing, timing
-from moe_ep_jit.tools.floors import COPY_BYTES_PER_S, floors, stage_figures
+from moe_ep_jit.tools.floors import floors, stage_figures
 
 # Floors and figures
 
@@ -68,7 +68,7 @@ def test_stage_figures_are_the_stages_own_work():
     hidden, inner = problem.hidden, problem.intermediate
     moved = {"dispatch": 4096 * 8 * hidden + 4096 * hidden * 2}
     moved["combine"] = 4096 * 8 * hidden * 2 + 4096 * hidden * 2
-    ms = {name: size / COPY_BYTES_PER_S * 1e3 for name, size in moved.items()}
+    ms = {name: size / floor.copy_rate * 1e3 for name, size in moved.items()}
     figures = stage_figures(floor, ms | {"gate_up": 2.0, "down": 1.0})
     assert figures["copy_pct"] == pytest.approx({"dispatch": 100, "combine": 100})
     gate_up_flops = 2 * 4096 * 8 * hidden * 2 * inner
@@ -377,9 +377,14 @@ def test_every_rung_says_why_with_a_number(capsys):
 
     assert cli.main(["bench", "--ladder", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
-    assert len(rows) == sum(len(variants.ladder("sm_90a", o)) for o in ("e4m3", "bf16"))
-    assert all(re.search(r"\d ms\b", row["reason"]) for row in rows)
-    assert len({row["reason"] for row in rows}) == len(rows)
+    count = sum(
+        len(variants.ladder(arch, o)) for arch in variants.ARCHES for o in variants.operands(arch)
+    )
+    assert len(rows) == count
+    hopper = [row["reason"] for row in rows if row["arch"] == "sm_90a"]
+    assert all(re.search(r"\d ms\b", reason) for reason in hopper)
+    assert len(set(hopper)) == len(hopper)
+    assert all(row["reason"] for row in rows)
     assert cli.main(["bench", "--ladder"]) == 0
     assert rows[0]["reason"].split()[0] in capsys.readouterr().out
     assert cli.main(["bench", "--ladder", "--plot", "pictures"]) == 1

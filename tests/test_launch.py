@@ -153,6 +153,7 @@ def test_one_call_with_every_argument_in_its_place(gpu, fmt):
         "stream": STREAM,
     }
     want.setdefault("h_sf", 0)
+    want.setdefault("recv_block_sf", 0)
     assert args == want
     assert all(isinstance(args[n], float) for n, k in layout.LAUNCH_ARGS.items() if k == "f32")
 
@@ -407,7 +408,9 @@ def test_weights_for_the_reference_are_refused_on_kernels(gpu):
 
 def test_weights_kinds_cover_what_preparation_can_decide():
     act = PROBLEM.with_(act="bf16")
-    assert launch.weights_kinds(PROBLEM, "e4m3") == ("mxfp8_row", "mxfp8_group128")
-    assert launch.weights_kinds(PROBLEM, "bf16") == ("mxfp8_exact",)
-    assert launch.weights_kinds(act, "bf16") == ("mxfp8_exact",)
-    assert launch.weights_kinds(PROBLEM.with_(format="nvfp4"), "bf16") == ("nvfp4",)
+    assert launch.weights_kinds("sm_90a", PROBLEM, "e4m3") == ("mxfp8_row", "mxfp8_group128")
+    assert launch.weights_kinds("sm_90a", PROBLEM, "bf16") == ("mxfp8_exact",)
+    assert launch.weights_kinds("sm_90a", act, "bf16") == ("mxfp8_exact",)
+    assert launch.weights_kinds("sm_90a", PROBLEM.with_(format="nvfp4"), "bf16") == ("nvfp4",)
+    assert launch.weights_kinds("sm_100a", PROBLEM, "mxfp8") == ("mxfp8",)
+    assert launch.weights_kinds("sm_103a", PROBLEM.with_(format="nvfp4"), "nvfp4") == ("nvfp4",)

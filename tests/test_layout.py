@@ -7,12 +7,12 @@ import random
 
 import pytest
 
-from moe_ep_jit import cache_key, layout
+from moe_ep_jit import cache_key, layout, variants
 from moe_ep_jit.kernels.sm90.config import ladder
-from moe_ep_jit.problem import Problem
+from moe_ep_jit.problem import ARCHES, Problem
 
-OPERANDS = ["e4m3", "bf16"]
-FORWARD = cache_key.kernels_folder() / "sm90" / "forward.py"
+OPERANDS = ["e4m3", "bf16", "mxfp8", "nvfp4"]
+FORWARD = cache_key.kernels_folder() / "common" / "forward.py"
 
 #: layer -> (hidden, intermediate, experts, top_k, max_tokens, max_recv_rows)
 LAYERS = {
@@ -149,7 +149,12 @@ def test_columns_of_block_scales_never_overlap(num_experts, how):
 
 @pytest.mark.parametrize("num_experts", [1, 3, 32])
 def test_tile_list_holds_every_rungs_tiles(num_experts):
-    smallest = min(config.tile_n for operand in OPERANDS for config in ladder(operand))
+    smallest = min(
+        config.tile_n
+        for arch in ARCHES
+        for operand in variants.operands(arch)
+        for config in variants.ladder(arch, operand)
+    )
     assert smallest == layout.MIN_TILE_N
     for total in (1, 8, 100, 997):
         problem = Problem(64, 64, num_experts, 1, total, format="mxfp8")
@@ -157,6 +162,33 @@ def test_tile_list_holds_every_rungs_tiles(num_experts):
         for how in ("one", "zipf", "random"):
             counts = counts_of(num_experts, total, how)
             assert 1 + sum(layout.ceil_div(rows, smallest) for rows in counts) <= words
+
+
+@pytest.mark.parametrize("operand", ["mxfp8", "nvfp4"])
+@pytest.mark.parametrize("num_experts", [1, 3, 32])
+def test_every_tile_has_its_block_scales_in_the_region(num_experts, operand):
+    for total in (1, 8, 100, 997):
+        problem = Problem(192, 64, num_experts, 1, total, format=operand)
+        room = layout.regions(problem, operand)["recv_block_sf"].nbytes
+        atoms = layout.sf_atoms(problem.hidden, operand)
+        for config in variants.ladder("sm_100a", operand):
+            tile_bytes = atoms * layout.sf_atom_bytes(config.tile_n)
+            for how in ("one", "zipf", "random"):
+                counts = counts_of(num_experts, total, how)
+                tiles = sum(layout.ceil_div(rows, config.tile_n) for rows in counts)
+                assert tiles * tile_bytes <= room
+
+
+def test_places_of_block_scales_are_the_mmas_order():
+    """Row r of 128: word r / 32 of lane r % 32; 512 bytes for each 128 rows; nothing twice."""
+    for tile_n in (8, 16, 32, 64, 128, 192):
+        places = [layout.sf_place(row) for row in range(tile_n)]
+        assert len(set(places)) == tile_n
+        assert max(places) < layout.sf_atom_bytes(tile_n)
+        for row, place in enumerate(places):
+            block, offset = divmod(place, 512)
+            assert block == row // 128
+            assert divmod(offset, 16) == (row % 32, row % 128 // 32 * 4)
 
 
 def test_launch_arguments_are_the_parameters_of_forward():

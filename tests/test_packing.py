@@ -14,8 +14,13 @@ import torch
 
 from moe_ep_jit import formats
 from moe_ep_jit.formats import MXFP8, NVFP4, BlockScaled
+from moe_ep_jit.kernels.common.packing import (
+    Rows,
+    interleave_rows,
+    pack_swizzled,
+    unpack_swizzled,
+)
 from moe_ep_jit.kernels.sm90 import packing
-from moe_ep_jit.kernels.sm90.packing import Rows
 from moe_ep_jit.problem import Problem
 
 pytestmark = pytest.mark.cpu
@@ -190,7 +195,7 @@ def test_exact_every_byte_is_where_the_layout_says(gen: torch.Generator) -> None
 
 def test_e4m3_every_byte_is_where_the_swizzle_says(gen: torch.Generator) -> None:
     data = random_bytes((128, 256), gen)
-    blobs = packing.pack_e4m3(data)
+    blobs = pack_swizzled(data, 64)
     assert blobs.shape == (2, 2, 8192)
     flat = blobs.tolist()
     for row in range(0, 128, 3):
@@ -206,7 +211,7 @@ def test_blobs_lie_by_row_then_k(gen: torch.Generator) -> None:
     e4m3, nvfp4 = e4m3_bytes((m, k), gen), nvfp4_rows(m, k, gen)
     byte = random_bytes((m, k // 32), gen, 248)
     whole = (
-        packing.pack_e4m3(e4m3),
+        pack_swizzled(e4m3, 64),
         packing.pack_exact(e4m3, byte),
         packing.pack_nvfp4(*nvfp4),
     )
@@ -214,7 +219,7 @@ def test_blobs_lie_by_row_then_k(gen: torch.Generator) -> None:
         for j in range(k // 128):
             rows = slice(64 * i, 64 * i + 64)
             part = e4m3[rows, 128 * j : 128 * j + 128].contiguous()
-            assert torch.equal(whole[0][i, j], packing.pack_e4m3(part)[0, 0])
+            assert torch.equal(whole[0][i, j], pack_swizzled(part, 64)[0, 0])
             scales = byte[rows, 4 * j : 4 * j + 4].contiguous()
             assert torch.equal(whole[1][i, j], packing.pack_exact(part, scales)[0, 0])
             pairs = nvfp4.data[rows, 64 * j : 64 * j + 64].contiguous()
@@ -228,7 +233,7 @@ def test_blobs_lie_by_row_then_k(gen: torch.Generator) -> None:
 @pytest.mark.parametrize(("m", "k"), SIZES, ids=SIZE_IDS)
 def test_reversed_bit_for_bit(m: int, k: int, gen: torch.Generator) -> None:
     data, byte = random_bytes((m, k), gen), random_bytes((m, k // 32), gen)
-    assert torch.equal(packing.unpack_e4m3(packing.pack_e4m3(data)), data)
+    assert torch.equal(unpack_swizzled(pack_swizzled(data, 64), 64), data)
     got_data, got_byte = packing.unpack_exact(packing.pack_exact(data, byte))
     assert torch.equal(got_data, data)
     assert torch.equal(got_byte, byte)
@@ -302,7 +307,7 @@ def test_exact_drops_only_blocks_that_nothing_can_show(gen: torch.Generator) -> 
 
 
 def test_interleave_rows() -> None:
-    order = packing.interleave_rows(24).tolist()
+    order = interleave_rows(24).tolist()
     for j in range(3):
         for r in range(8):
             assert order[16 * j + r] == 8 * j + r

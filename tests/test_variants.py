@@ -108,7 +108,14 @@ def pretend_gpu(monkeypatch, capability):
 
 
 @pytest.mark.parametrize(
-    ("capability", "arch"), [((9, 0), "sm_90a"), ((8, 0), None), ((10, 0), None), ((12, 0), None)]
+    ("capability", "arch"),
+    [
+        ((9, 0), "sm_90a"),
+        ((8, 0), None),
+        ((10, 0), "sm_100a"),
+        ((10, 3), "sm_103a"),
+        ((12, 0), None),
+    ],
 )
 def test_detect_arch_by_capability(monkeypatch, capability, arch):
     monkeypatch.delenv("MOE_EP_JIT_ARCH", raising=False)
@@ -174,8 +181,9 @@ def test_every_arch_has_its_folder():
         assert variants.kernels_module(arch, "config").__name__.endswith(f"{folder}.config")
 
 
-@pytest.mark.parametrize("operand", ["e4m3", "bf16"])
-@pytest.mark.parametrize("arch", list(ARCHES))
+@pytest.mark.parametrize(
+    ("arch", "operand"), [(arch, operand) for arch in ARCHES for operand in variants.operands(arch)]
+)
 def test_rungs_are_on_the_ladder_and_grow_with_tokens(arch, operand):
     rungs = variants.ladder(arch, operand)
     assert len(set(rungs)) == len(rungs)

@@ -387,6 +387,6 @@ def ladder_rows(arch: str) -> list[dict[str, Any]]:
             "config": str(rung),
             "reason": variants.rung_reason(arch, operand, rung),
         }
-        for operand in ("e4m3", "bf16")
+        for operand in variants.operands(arch)
         for rung in variants.ladder(arch, operand)
     ]

@@ -19,7 +19,7 @@ from rich.table import Table
 
 import moe_ep_jit as moe
 from moe_ep_jit import jit, reference, variants
-from moe_ep_jit.problem import ARCHES, FORMATS, Problem
+from moe_ep_jit.problem import FORMATS, Problem
 from moe_ep_jit.tools import presets, routing, timing
 from moe_ep_jit.tools.emulator.host import c_compiler
 
@@ -76,7 +76,7 @@ def _show(
     fmt: str, device: torch.device, arch: str | None, seed: int, note: Callable[[str], None]
 ) -> dict[str, Any]:
     """Everything about one format, as the JSON has it."""
-    target = arch or next(iter(ARCHES))
+    target = arch or variants.resolve_backend(torch.device("cpu"), "emulator")
     problem = Problem(**_SIZES[device.type], max_tokens=_TOKENS, format=fmt)
     note(f"{fmt}: weights")
     x, ids, topk_weights, w13, w2 = _data(problem, device, seed)

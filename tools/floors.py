@@ -8,13 +8,36 @@ from typing import Any
 
 from moe_ep_jit.problem import Problem
 
-#: Ceilings measured on one H200, 2026-11-30.
-READ_BYTES_PER_S = 4.39e12
-COPY_BYTES_PER_S = 4.28e12
-FLOPS_PER_S = {"e4m3": 1415e12, "bf16": 779e12}
+
+@dataclass(frozen=True)
+class Ceilings:
+    """Bytes and operations a second."""
+
+    read: float
+    copy: float
+    flops: float
+
+
+#: By operand, which says the arch too. Hopper's were measured on one H200, 2026-11-30; Blackwell's
+#: are a B200's by its data sheet, never measured.
+CEILINGS = {
+    "e4m3": Ceilings(4.39e12, 4.28e12, 1415e12),
+    "bf16": Ceilings(4.39e12, 4.28e12, 779e12),
+    "mxfp8": Ceilings(8e12, 8e12, 4500e12),
+    "nvfp4": Ceilings(8e12, 8e12, 9000e12),
+}
 
 #: Bits that a weight takes in memory, its scale included, by kind of prepared weights.
-WEIGHT_BITS = {"mxfp8_row": 8.0, "mxfp8_group128": 8.25, "mxfp8_exact": 8.25, "nvfp4": 4.5}
+WEIGHT_BITS = {
+    "mxfp8_row": 8.0,
+    "mxfp8_group128": 8.25,
+    "mxfp8_exact": 8.25,
+    "mxfp8": 8.25,
+    "nvfp4": 4.5,
+}
+
+#: Bits that an element of a token's row takes, its scale included.
+TOKEN_BITS = {"e4m3": 8.0, "bf16": 16.0, "mxfp8": 8.25, "nvfp4": 4.5}
 
 #: Gate and up are two of the three matrices that an expert has.
 _GEMM_SHARES = {"gate_up": 2 / 3, "down": 1 / 3}
@@ -29,6 +52,7 @@ class Floors:
     layer_ms        dispatch and combine traffic at the copy rate on top
     weight_bytes    of the active experts
     flops           of both GEMMs, a multiply-add counting two
+    copy_rate       bytes a second that dispatch and combine are held against
     dispatch_bytes  x read, rows written
     combine_bytes   rows read, output written
     """
@@ -37,6 +61,7 @@ class Floors:
     layer_ms: float
     weight_bytes: float
     flops: float
+    copy_rate: float
     dispatch_bytes: float
     combine_bytes: float
 
@@ -47,20 +72,22 @@ def floors(
     """The floors of one call.
 
     kind     of the prepared weights: a key of ``WEIGHT_BITS``
-    operand  "e4m3" or "bf16": what the MMA's token side is
+    operand  what the MMA's token side is: a key of ``CEILINGS``
     rows     (token, k) pairs that reach an expert
     active   experts with at least one
     """
     size = problem.hidden * problem.intermediate
     weight_bytes = active * 3 * size * WEIGHT_BITS[kind] / 8
     flops = 6.0 * rows * size
-    gemm_s = max(weight_bytes / READ_BYTES_PER_S, flops / FLOPS_PER_S[operand])
-    row_bytes = problem.hidden * (1 if operand == "e4m3" else 2)
+    ceilings = CEILINGS[operand]
+    gemm_s = max(weight_bytes / ceilings.read, flops / ceilings.flops)
+    row_bytes = problem.hidden * TOKEN_BITS[operand] / 8
     # What the GEMMs move besides weights overlaps with their math.
     dispatch_bytes = rows * row_bytes + 2 * tokens * problem.hidden
     combine_bytes = 2 * rows * problem.hidden + 2 * tokens * problem.hidden
-    layer_s = gemm_s + (dispatch_bytes + combine_bytes) / COPY_BYTES_PER_S
-    return Floors(gemm_s * 1e3, layer_s * 1e3, weight_bytes, flops, dispatch_bytes, combine_bytes)
+    copied = (dispatch_bytes, combine_bytes)
+    layer_s = gemm_s + sum(copied) / ceilings.copy
+    return Floors(gemm_s * 1e3, layer_s * 1e3, weight_bytes, flops, ceilings.copy, *copied)
 
 
 def stage_figures(floor: Floors, stage_ms: Mapping[str, float]) -> dict[str, Any]:
@@ -72,7 +99,7 @@ def stage_figures(floor: Floors, stage_ms: Mapping[str, float]) -> dict[str, Any
         "stage_gbps": {name: floor.weight_bytes * rate / 1e9 for name, rate in gemms.items()},
         "stage_tflops": {name: floor.flops * rate / 1e12 for name, rate in gemms.items()},
         "copy_pct": {
-            name: 100 * size / (stage_ms[name] / 1e3) / COPY_BYTES_PER_S
+            name: 100 * size / (stage_ms[name] / 1e3) / floor.copy_rate
             for name, size in moved.items()
         },
     }

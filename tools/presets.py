@@ -110,11 +110,11 @@ def jobs(
     problem = variants.choose_variant(problem, arch).problem
     if problem.num_ranks > 1:
         x_kind, problem = problem.payload, problem.local
-    operand = variants.operand_of(problem)
+    operand = variants.operand_of(problem, arch)
     rungs = variants.ladder(arch, operand) if configs is None else tuple(configs)
     module = variants.kernels_module(arch, "facts")
     found = []
-    for kind in launch.weights_kinds(problem, operand):
+    for kind in launch.weights_kinds(arch, problem, operand):
         for config in rungs:
             facts = module.facts(problem, kind, x_kind, config)
             found.append(Job("moe", facts, arch, module.BUILD, module.name(facts)))

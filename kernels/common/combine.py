@@ -94,6 +94,7 @@ class Combine:
         total = cute.make_rmem_tensor(8, Float32)
         total.fill(0.0)
         words = cute.make_rmem_tensor((4, self.rows_in_flight), Int32)
+        words.fill(0)  # a skipped row's are moved about, if never used
         for first in cutlass.range_constexpr(0, self.top_k, self.rows_in_flight):
             ks = list(range(first, min(first + self.rows_in_flight, self.top_k)))
             for k in cutlass.range_constexpr(ks[0], ks[-1] + 1):

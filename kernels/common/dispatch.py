@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 import cutlass
-from cutlass import Float32, Int32, Int64, const_expr, cute, memory, select_
+from cutlass import Float32, Int32, Int64, Uint8, const_expr, cute, memory, select_
 
 from moe_ep_jit import layout
 from moe_ep_jit.kernels.common import ptx
@@ -21,6 +21,7 @@ class TokenArgs(NamedTuple):
     x_global_stride: Int32
     recv_x: Int64
     recv_sf: Int64
+    recv_block_sf: Int64
 
 
 class Dispatch:
@@ -29,18 +30,28 @@ class Dispatch:
 
     operand  "e4m3": MXFP8 folded to one scale a row (``formats.fold``); "bf16": values that the
              act's rounding has been applied to, exact in bf16; NVFP4's second-level scale stays
-             apart, in ``recv_sf``
+             apart, in ``recv_sf``; "mxfp8", "nvfp4": the format's own elements, and its block
+             scales in the order of ``layout.sf_place``
+    tile_n   rows of a tile, whose scales are neighbours: for the last two
     """
 
     def __init__(
-        self, *, hidden: int, num_experts: int, top_k: int, operand: str, act: str, x_kind: str
-    ):
+        self, *, hidden: int, num_experts: int, top_k: int, operand: str, act: str, x_kind: str,
+        tile_n: int
+    ):  # fmt: skip
         self.hidden, self.num_experts, self.top_k = hidden, num_experts, top_k
-        self.fp8, self.act, self.x_kind = operand == "e4m3", act, x_kind
+        self.operand, self.act, self.x_kind = operand, act, x_kind
+        self.has_blocks = operand in layout.SF_ATOM_K
+        self.tile_n = tile_n
+        if self.has_blocks:
+            self.sf_atom_bytes = layout.sf_atom_bytes(tile_n)
+            self.tile_sf_bytes = layout.sf_atoms(hidden, operand) * self.sf_atom_bytes
+        self.item_bits = {"bf16": 16, "nvfp4": 4}.get(operand, 8)
         # A piece is what a thread reads at once: 16 elements to quantize (an NVFP4 block, half an
         # MXFP8 block); 8 to copy, which keeps a warp's stores next to each other.
         self.copies = act == "bf16" and x_kind == "bf16"
-        self.keeps_blocks = act == "nvfp4" and x_kind == "nvfp4"  # the caller's, with their scales
+        # The caller's blocks, with their scales.
+        self.keeps_blocks = act == x_kind and (act == "nvfp4" or self.has_blocks)
         self.piece = 8 if self.copies else 16
         self.pieces = hidden // self.piece
         # Of a piece, and one for the scale byte of its block.
@@ -62,6 +73,7 @@ class Dispatch:
         step, _, _ = cute.arch.grid_dim()
         smem = memory.SmemAllocator()
         rows = smem.allocate_tensor(Int32, cute.make_layout(self.top_k), 16)
+        sf_places = smem.allocate_tensor(Int64, cute.make_layout(self.top_k), 16)
         maxima = smem.allocate_tensor(Int32, cute.make_layout(32), 16)
         live = live_tokens(route)
         # The first token, while route still counts: whatever made x had ended before route began,
@@ -73,13 +85,24 @@ class Dispatch:
         cute.arch.griddepcontrol_launch_dependents()
         while token < live:
             if thread < self.top_k:
-                rows[thread] = self.row_of(route, token, thread)
+                row, sf_place = self.row_of(route, args, token, thread)
+                rows[thread] = row
+                if const_expr(self.has_blocks):
+                    sf_places[thread] = sf_place
             values = [
                 self.decoded(args, token, words[None, i]) for i in range(self.pieces_per_thread)
             ]
+            block_sf = None
             if const_expr(self.keeps_blocks):
-                packed = [self.pack_bf16(v) for v in values]
-                row_sf = self.global_scale(args, token)
+                row_sf = None
+                if const_expr(self.act == "nvfp4"):
+                    row_sf = self.global_scale(args, token)
+                if const_expr(self.has_blocks):
+                    packed, block_sf = [v[:-1] for v in values], [v[-1] for v in values]
+                else:
+                    packed = [self.pack_bf16(v) for v in values]
+            elif const_expr(self.has_blocks):
+                packed, block_sf, row_sf = self.quantize_blocks(values, maxima, thread)
             else:
                 packed, row_sf = self.quantize(values, maxima, thread)
             # The next token comes in while this one goes out; the last, once more.
@@ -89,6 +112,8 @@ class Dispatch:
                 row = rows[k]
                 if row >= 0:
                     self.write(args, row, packed, thread)
+                    if const_expr(block_sf is not None):
+                        self.write_scales(sf_places[k], block_sf, thread)
                     if const_expr(row_sf is not None):
                         if thread == 0:
                             ptx.store(Float32, args.recv_sf + Int64(row) * 4, row_sf)
@@ -96,19 +121,28 @@ class Dispatch:
             token += step
 
     @cute.jit
-    def row_of(self, route, token, k):
-        """The row of a slot, -1 if it is skipped; records the slot at its row."""
+    def row_of(self, route, args, token, k):
+        """The row of a slot, -1 if it is skipped, and the address of its first block scale; records
+        the slot at its row.
+        """
         slot = token * self.top_k + k
         row = ptx.load(Int32, route.slot_rank + Int64(slot) * 4)
+        sf_place = Int64(0)
         if row >= 0:
             expert = expert_of(route, token, k, self.num_experts)
             chunk = slot // layout.ROUTE_CHUNK
             row += ptx.load(
                 Int32, route.chunk_counts + (Int64(chunk) * self.num_experts + expert) * 4
             )
-            row += ptx.load(Int32, route.expert_info + Int64(expert) * 16 + 8)
+            info = route.expert_info + Int64(expert) * 16
+            if const_expr(self.has_blocks):
+                tile = row // self.tile_n
+                first = Int64(ptx.load(Int32, info) + tile) * self.tile_sf_bytes
+                in_tile = layout.sf_place(row - tile * self.tile_n)
+                sf_place = args.recv_block_sf + first + in_tile
+            row += ptx.load(Int32, info + 8)
             ptx.store(Int32, route.row_slot + Int64(row) * 4, slot)
-        return row
+        return row, sf_place
 
     def piece_at(self, thread, i):
         """The i-th piece of a thread; beyond the row, its last piece once more (read, never
@@ -134,6 +168,8 @@ class Dispatch:
         """A piece's 16 elements as Float32; what is copied stays words."""
         if self.copies:
             return [words[i] for i in range(4)]
+        if self.keeps_blocks and self.has_blocks:
+            return [words[i] for i in range(self.words)]
         if self.x_kind == "bf16":
             return [f for i in range(8) for f in (ptx.low_bf16(words[i]), ptx.high_bf16(words[i]))]
         if self.x_kind == "mxfp8":
@@ -173,30 +209,19 @@ class Dispatch:
             return [self.pack_bf16(v) for v in values], None
         if self.act == "mxfp8":
             return self.quantize_mxfp8(values, maxima, thread)
-        amax = self.row_maximum(
-            q.maximum([q.finite_bits(x) for v in values for x in v]), maxima, thread
-        )
-        g = q.nvfp4_row(amax)
-        inverse_g = q.nvfp4_row_inverse(g)
+        g, inverse_g = self.nvfp4_scale(values, maxima, thread)
         packed = []
         for v in values:
-            s, factor, _ = q.nvfp4_block(q.maximum([q.finite_or_nan_bits(x) for x in v]), inverse_g)
+            s, factor = self.nvfp4_block(v, inverse_g)
             packed.append(
                 self.pack_bf16([ptx.mul(q.round_to_e2m1(ptx.mul(x, factor)), s) for x in v])
             )
         return packed, g
 
     def quantize_mxfp8(self, values, maxima, thread):
-        byte_list, elements = [], []
-        for v in values:
-            amax = q.maximum([q.finite_bits(x) for x in v])
-            # Two neighbouring threads hold one block of 32.
-            amax = cutlass.max(amax, cute.arch.shuffle_sync_bfly(amax, 1))
-            byte = q.mxfp8_byte(amax)
-            byte_list.append(byte)
-            inverse = q.mxfp8_inverse(byte)
-            elements.append([ptx.round_to_e4m3(ptx.mul(x, inverse)) for x in v])
-        if not self.fp8:
+        byte_list, elements = self.mxfp8_elements(values)
+        elements = [[ptx.round_to_e4m3(x) for x in v] for v in elements]
+        if self.operand != "e4m3":
             packed = [
                 self.pack_bf16([ptx.mul(x, q.exp2_of_byte(b)) for x in v])
                 for v, b in zip(elements, byte_list, strict=True)
@@ -206,12 +231,60 @@ class Dispatch:
         packed = []
         for v, byte in zip(elements, byte_list, strict=True):
             factor = q.fold_factor(byte, row_byte)
+            packed.append(self.pack_e4m3([ptx.mul(x, factor) for x in v]))
+        return packed, q.exp2_of_byte(row_byte)
+
+    def mxfp8_elements(self, values):
+        """Scale bytes of pieces, and their elements times the inverse scale, not rounded yet."""
+        byte_list, elements = [], []
+        for v in values:
+            amax = q.maximum([q.finite_bits(x) for x in v])
+            # Two neighbouring threads hold one block of 32.
+            amax = cutlass.max(amax, cute.arch.shuffle_sync_bfly(amax, 1))
+            byte = q.mxfp8_byte(amax)
+            byte_list.append(byte)
+            inverse = q.mxfp8_inverse(byte)
+            elements.append([ptx.mul(x, inverse) for x in v])
+        return byte_list, elements
+
+    def quantize_blocks(self, values, maxima, thread):
+        """Pieces of Float32 -> (packed words to store, a scale byte each, the row's scale or
+        None).
+        """
+        if self.act == "mxfp8":
+            byte_list, elements = self.mxfp8_elements(values)
+            return [self.pack_e4m3(v) for v in elements], byte_list, None
+        g, inverse_g = self.nvfp4_scale(values, maxima, thread)
+        packed, scales = [], []
+        for v in values:
+            s, factor = self.nvfp4_block(v, inverse_g)
             pairs = [
-                ptx.pack_e4m3x2(ptx.mul(v[i], factor), ptx.mul(v[i + 1], factor))
+                ptx.pack_e2m1x2(ptx.mul(v[i], factor), ptx.mul(v[i + 1], factor))
                 for i in range(0, 16, 2)
             ]
-            packed.append([pairs[i] | (pairs[i + 1] << 16) for i in range(0, 8, 2)])
-        return packed, q.exp2_of_byte(row_byte)
+            packed.append([self.four_bytes(pairs[i : i + 4]) for i in (0, 4)])
+            scales.append(ptx.pack_e4m3x2(s, Float32(0.0)))
+        return packed, scales, g
+
+    def nvfp4_scale(self, values, maxima, thread):
+        """The row's second-level scale and its inverse."""
+        amax = q.maximum([q.finite_bits(x) for v in values for x in v])
+        g = q.nvfp4_row(self.row_maximum(amax, maxima, thread))
+        return g, q.nvfp4_row_inverse(g)
+
+    def nvfp4_block(self, v, inverse_g):
+        """A block's scale and the factor of its elements."""
+        amax = q.maximum([q.finite_or_nan_bits(x) for x in v])
+        s, factor, _ = q.nvfp4_block(amax, inverse_g)
+        return s, factor
+
+    def pack_e4m3(self, values):
+        pairs = [ptx.pack_e4m3x2(values[i], values[i + 1]) for i in range(0, 16, 2)]
+        return [pairs[i] | (pairs[i + 1] << 16) for i in range(0, 8, 2)]
+
+    def four_bytes(self, numbers):
+        low, high = numbers[0] | (numbers[1] << 8), numbers[2] | (numbers[3] << 8)
+        return low | (high << 16)
 
     def pack_bf16(self, values):
         return [ptx.pack_bf16x2(values[i], values[i + 1]) for i in range(0, 16, 2)]
@@ -231,15 +304,27 @@ class Dispatch:
     @cute.jit
     def write(self, args, row, packed, thread):
         """Store this thread's pieces to one row."""
-        item = 1 if self.fp8 else 2
+        row_bytes, piece_bytes = (n * self.item_bits // 8 for n in (self.hidden, self.piece))
         for i in cutlass.range_constexpr(self.pieces_per_thread):
             piece = thread + i * self.threads
             if piece < self.pieces:
-                address = (
-                    args.recv_x + Int64(row) * (self.hidden * item) + piece * (self.piece * item)
-                )
-                for part in cutlass.range_constexpr(len(packed[i]) // 4):
-                    words = cute.make_rmem_tensor(4, Int32)
-                    for j in cutlass.range_constexpr(4):
-                        words[j] = packed[i][4 * part + j]
-                    cute.autovec_copy(words, ptx.vector(Int32, address + 16 * part, 4))
+                address = args.recv_x + Int64(row) * row_bytes + piece * piece_bytes
+                for first in cutlass.range_constexpr(0, len(packed[i]), 4):
+                    count = min(len(packed[i]) - first, 4)
+                    words = cute.make_rmem_tensor(count, Int32)
+                    for j in cutlass.range_constexpr(count):
+                        words[j] = packed[i][first + j]
+                    cute.autovec_copy(words, ptx.vector(Int32, address + 4 * first, count))
+
+    @cute.jit
+    def write_scales(self, place, block_sf, thread):
+        """Store the scales of this thread's pieces to one row; of an MXFP8 block, which two threads
+        hold, the first.
+        """
+        per_block = 2 if const_expr(self.act == "mxfp8") else 1
+        for i in cutlass.range_constexpr(self.pieces_per_thread):
+            piece = thread + i * self.threads
+            block = piece // per_block
+            if piece < self.pieces and piece % per_block == 0:
+                at = place + block // 4 * self.sf_atom_bytes + block % 4
+                ptx.store(Uint8, at, Uint8(block_sf[i]))

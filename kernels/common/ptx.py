@@ -255,6 +255,18 @@ def pack_e4m3x2(low, high):
     return Int32(_asm(T.i32(), [Float32(low), Float32(high)], code, "=r,f,f", False))
 
 
+def pack_e2m1x2(low, high):
+    """Two Float32 to E2M1, in bits 0..3 and 4..7: to nearest even, saturating, NaN to 7. sm_100."""
+    code = "{.reg .b8 p; cvt.rn.satfinite.e2m1x2.f32 p, $2, $1; cvt.u32.u8 $0, p;}"
+    return Int32(_asm(T.i32(), [Float32(low), Float32(high)], code, "=r,f,f", False))
+
+
+def pack_e2m1_bytes(low, high):
+    """Two Float32 to E2M1, in bits 0..3 and 8..11; else as ``pack_e2m1x2``."""
+    pair = pack_e2m1x2(low, high)
+    return and_const(pair | (pair << 4), 0x0F0F)
+
+
 def pack_bf16x2(low, high):
     """Two Float32 to bf16, to nearest even; low in bits 0..15."""
     code = "cvt.rn.bf16x2.f32 $0, $2, $1;"

@@ -32,6 +32,18 @@ class Config:
         return 64 * self.num_math_warpgroups // self.k_slices
 
 
+#: What the experts' activations may be, for each weight format; the default first.
+ACTS = {"mxfp8": ("mxfp8", "bf16"), "nvfp4": ("bf16", "nvfp4", "mxfp8")}
+
+#: What the MMA's token side may be.
+OPERANDS = ("e4m3", "bf16")
+
+
+def operand_of(fmt: str, act: str) -> str:
+    """The MMA's token side: NVFP4 weights are expanded to 16 bits whatever the activations are."""
+    return "e4m3" if fmt == "mxfp8" and act == "mxfp8" else "bf16"
+
+
 #: Why each rung is there: operand -> tile_n -> a whole layer's time in a CUDA graph on it, and on
 #: the rung that would serve instead, in one run. One H200, uniform routing, 2026-11-30, while the
 #: kernels were being tuned: they are a few per cent faster since.

@@ -1,145 +1,39 @@
-"""The layer on Hopper: every kernel of one forward call behind one host function."""
+"""The layer on Hopper."""
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
-from cuda.bindings.driver import CUstream
-from cutlass import Float32, Int32, Int64, const_expr, cute
-
-from moe_ep_jit import layout
-from moe_ep_jit.kernels.common.combine import Combine, CombineArgs
-from moe_ep_jit.kernels.common.dispatch import Dispatch, TokenArgs
-from moe_ep_jit.kernels.common.fold import Fold, FoldArgs
-from moe_ep_jit.kernels.common.route import Route, RouteArgs
+from moe_ep_jit.kernels.common.fold import Fold
+from moe_ep_jit.kernels.common.forward import Forward, compile_forward
 from moe_ep_jit.kernels.sm90.config import Config
-from moe_ep_jit.kernels.sm90.grouped_gemm import GemmArgs, GroupedGemm
+from moe_ep_jit.kernels.sm90.grouped_gemm import GroupedGemm
 from moe_ep_jit.kernels.sm90.packing import OPERANDS
 
 
-class Forward:
-    """route -> dispatch -> gate/up -> (fold) -> down -> combine, each launched while the one before
-    it drains.
-    """
-
-    def __init__(
-        self, *, hidden: int, intermediate: int, num_experts: int, top_k: int, kind: str, act: str,
-        x_kind: str, config: Config
-    ):  # fmt: skip
-        self.num_experts, self.fold_intermediate = num_experts, config.fold_intermediate
-        self.route = Route(num_experts=num_experts, top_k=top_k, tile_n=config.tile_n)
-        self.dispatch = Dispatch(
-            hidden=hidden,
-            num_experts=num_experts,
-            top_k=top_k,
-            operand=OPERANDS[kind],
-            act=act,
-            x_kind=x_kind,
-        )
-        common = {"kind": kind, "act": act, "config": config}
-        self.gate_up = GroupedGemm(gate_up=True, k=hidden, m=2 * intermediate, **common)
-        self.fold = Fold(intermediate=intermediate, tile_n=config.tile_n)
-        self.down = GroupedGemm(gate_up=False, k=intermediate, m=hidden, **common)
-        self.combine = Combine(hidden=hidden, top_k=top_k)
-
-    @cute.jit
-    def __call__(
-        self,
-        stages: Int32,
-        num_sms: Int32,
-        tokens: Int32,
-        num_tokens: Int64,
-        x: Int64,
-        x_stride: Int64,
-        x_sf: Int64,
-        x_global_scale: Int64,
-        x_global_stride: Int32,
-        ids: Int64,
-        ids_stride: Int64,
-        ids_words: Int32,
-        topk_weights: Int64,
-        topk_weights_stride: Int64,
-        topk_weights_type: Int32,
-        out: Int64,
-        out_stride: Int64,
-        limit: Float32,
-        alpha: Float32,
-        beta: Float32,
-        w13: Int64,
-        w13_sf: Int64,
-        w13_bias: Int64,
-        w2: Int64,
-        w2_sf: Int64,
-        w2_bias: Int64,
-        h_global_scale: Int64,
-        control: Int64,
-        chunk_counts: Int64,
-        slot_rank: Int64,
-        expert_info: Int64,
-        tiles: Int64,
-        row_slot: Int64,
-        recv_x: Int64,
-        recv_sf: Int64,
-        h: Int64,
-        h_sf: Int64,
-        y: Int64,
-        recv_rows: Int32,
-        error: Int64,
-        stream: CUstream,
-    ):
-        sf_stride = layout.sf_pitch(recv_rows, self.num_experts)
-        route = RouteArgs(
-            tokens, num_tokens, ids, ids_stride, ids_words, control, chunk_counts, slot_rank,
-            expert_info, tiles, row_slot, error,
-        )  # fmt: skip
-        shared = (tiles, expert_info, row_slot)
-        swiglu = (control, limit, alpha, beta)
-        if (stages & layout.STAGE_DISPATCH) != 0:
-            self.route(route, stream)
-            source = TokenArgs(x, x_stride, x_sf, x_global_scale, x_global_stride, recv_x, recv_sf)
-            self.dispatch(route, source, num_sms, stream)
-        if (stages & layout.STAGE_GATE_UP) != 0:
-            gate_up = GemmArgs(
-                w13, w13_sf, w13_bias, recv_sf, h_global_scale, *shared, h, h_sf, sf_stride, *swiglu
-            )
-            self.gate_up(recv_x, recv_rows, gate_up, num_sms, stream)
-        if (stages & layout.STAGE_DOWN) != 0:
-            if const_expr(self.fold_intermediate):
-                self.fold(
-                    FoldArgs(tiles, expert_info, h, h_sf, sf_stride, recv_sf), num_sms, stream
-                )
-            down = GemmArgs(
-                w2, w2_sf, w2_bias, recv_sf, h_global_scale, *shared, y, h_sf, sf_stride, *swiglu
-            )
-            self.down(h, recv_rows, down, num_sms, stream)
-        if (stages & layout.STAGE_COMBINE) != 0:
-            target = CombineArgs(
-                topk_weights, topk_weights_stride, topk_weights_type, y, out, out_stride
-            )
-            self.combine(route, target, num_sms, stream)
+def forward(
+    *, hidden: int, intermediate: int, num_experts: int, top_k: int, kind: str, act: str,
+    x_kind: str, config: Config
+) -> Forward:  # fmt: skip
+    """The kernels of one rung; the arguments are ``facts.facts``."""
+    common = {"kind": kind, "act": act, "config": config}
+    folds = config.fold_intermediate
+    return Forward(
+        hidden=hidden,
+        num_experts=num_experts,
+        top_k=top_k,
+        operand=OPERANDS[kind],
+        act=act,
+        x_kind=x_kind,
+        tile_n=config.tile_n,
+        gate_up=GroupedGemm(gate_up=True, k=hidden, m=2 * intermediate, **common),
+        down=GroupedGemm(gate_up=False, k=intermediate, m=hidden, **common),
+        fold=Fold(intermediate=intermediate, tile_n=config.tile_n) if folds else None,
+    )
 
 
 def compile_op(facts: dict[str, Any], options: str) -> Any:
-    """Compile the object that ``facts`` (from ``facts.facts``) describes; needs no GPU.
-
-    options  of ``cute.compile``: the ABI, the arch and what to keep
-    """
+    """Compile the object that ``facts`` (from ``facts.facts``) describes."""
     facts = dict(facts)
     config = Config(**facts.pop("config"))
-    forward = Forward(**facts, config=config)
-    parameters = list(inspect.signature(Forward.__call__).parameters)[1:]
-    assert parameters == list(layout.LAUNCH_ARGS), (
-        "forward's parameters and layout.LAUNCH_ARGS differ"
-    )
-    example = {"ptr": Int64(0), "i32": Int32(1), "i64": Int64(1), "f32": Float32(0.0)}
-    example["stream"] = cute.runtime.make_fake_stream()
-    arguments = [example[kind] for kind in layout.LAUNCH_ARGS.values()]
-    compiled = cute.compile(forward, *arguments, options=options)
-    # Dynamic shared memory is a launch's, not in the object: what `cache list` shows.
-    compiled.moe_launch = {
-        "dynamic_shared_bytes": {
-            "GroupedGemm": max(forward.gate_up.smem_bytes, forward.down.smem_bytes)
-        }
-    }
-    return compiled
+    return compile_forward(forward(**facts, config=config), options)

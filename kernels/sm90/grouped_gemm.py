@@ -18,8 +18,11 @@ from cutlass import (
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from moe_ep_jit import layout
-from moe_ep_jit.kernels.common import ptx
-from moe_ep_jit.kernels.sm90 import epilogue, mainloop
+from moe_ep_jit.kernels.common import epilogue, ptx
+from moe_ep_jit.kernels.common import quantize as q
+from moe_ep_jit.kernels.common.forward import GemmArgs
+from moe_ep_jit.kernels.common.schedule import share_num_tiles, step_at, sync_cluster
+from moe_ep_jit.kernels.sm90 import mainloop
 from moe_ep_jit.kernels.sm90.config import Config
 from moe_ep_jit.kernels.sm90.upconvert import DECODERS
 from moe_ep_jit.layout import ceil_div, round_up
@@ -27,26 +30,6 @@ from moe_ep_jit.layout import ceil_div, round_up
 SMEM_BYTES = 232_448  # of one CTA; more fails only at launch
 MAX_STAGES = 8
 RESERVED_BYTES = 4096  # tile ring, barriers, alignment of the buffers: a few hundred are used
-
-
-class GemmArgs(NamedTuple):
-    """Run-time facts of one GEMM launch; addresses are Int64, 0 where absent."""
-
-    w: Int64
-    w_sf: Int64
-    bias: Int64
-    row_sf: Int64  # fp32 a row of the token operand
-    expert_sf: Int64  # fp32 an expert: static scale of the intermediate
-    tiles: Int64
-    expert_info: Int64
-    row_slot: Int64
-    out: Int64
-    block_sf: Int64  # fp32 a 32-block and row of the intermediate: written by gate/up, read by down
-    sf_stride: Int32
-    control: Int64
-    limit: Float32
-    alpha: Float32
-    beta: Float32
 
 
 class Tile(NamedTuple):
@@ -89,6 +72,14 @@ class Place(NamedTuple):
     lane: Int32
 
 
+@cute.jit
+def store_scales(gemm: cutlass.Constexpr, byte, column, tile, strip, args):
+    """The fp32 scale of a row's 32 features."""
+    if column < tile.rows:
+        at = Int64(strip) * args.sf_stride + tile.first_sf_row + column
+        ptx.store(Float32, args.block_sf + at * 4, q.exp2_of_byte(byte))
+
+
 class GroupedGemm:
     """One persistent CTA an SM; a tile is tile_m weight rows x tile_n rows of an expert x all of K.
 
@@ -114,7 +105,7 @@ class GroupedGemm:
           of two A buffers while the wgmmas on the other run.
     epilogue: in the math warpgroups, from values that were fetched before the main loop.
 
-    The n-tiles of an expert are neighbours in the schedule: their CTAs share weights through L2.
+    The order of the tiles is ``common/schedule.py``'s.
     """
 
     def __init__(
@@ -140,6 +131,9 @@ class GroupedGemm:
         self.loop_sf = self.fp8 and not gate_up and not config.fold_intermediate
         self.has_row_sf = (self.fp8 and not self.loop_sf) or (gate_up and act == "nvfp4")
         self.has_expert_sf = not gate_up and act == "nvfp4"
+        self.has_weight_sf = not self.group128  # a row; the main loop applies those of groups
+        self.h_values = "e4m3" if self.fp8 else "bf16"
+        self.store_scales = store_scales if self.fp8 else None
         # Wide FP8 tiles issue the next tile's first k-block before the epilogue, which it hides; a
         # loop over the one block left of two would be no loop, and its registers spill.
         wide = len(self.widths) > 1
@@ -248,9 +242,9 @@ class GroupedGemm:
                     cute.arch.mbarrier_init(shared.partials_full + i, 4 * self.k_slices)
                     cute.arch.mbarrier_init(shared.partials_empty + i, 4)
         cute.arch.mbarrier_init_fence()
-        self.sync_cluster()
-        self.share_num_tiles(shared, thread, args)
-        self.sync_cluster()
+        sync_cluster(self.cluster)
+        share_num_tiles(self.cluster, shared.num_tiles, thread, args.tiles)
+        sync_cluster(self.cluster)
         if warp < 4:
             cute.arch.setmaxregister_decrease(self.load_registers)
             if warp == 0:
@@ -261,7 +255,7 @@ class GroupedGemm:
             self.math(shared, thread, args)
         if const_expr(self.cluster > 1):
             # The other CTA may still arrive at this one's barriers.
-            self.sync_cluster()
+            sync_cluster(self.cluster)
 
     def allocate(self, sX_layout):
         """Shared memory of one CTA; equal in both CTAs of a cluster, which name it by address."""
@@ -287,30 +281,6 @@ class GroupedGemm:
         counts = (self.num_stages, self.num_stages, self.strips_per_tile, self.strips_per_tile)
         barriers = [smem.allocate_array(Int64, count) for count in counts]
         return Shared(x, a, w, *addresses, *barriers)
-
-    def sync_cluster(self):
-        """All threads of the cluster; of the CTA where that is all there is."""
-        if self.cluster == 1:
-            cute.arch.sync_threads()
-        else:
-            cute.arch.cluster_arrive()
-            cute.arch.cluster_wait()
-
-    @cute.jit
-    def share_num_tiles(self, shared, thread, args):
-        """All roles of a cluster go by one reading: a second stream's call could split them.
-
-        Before this grid's wait: route has ended, since the grid between launched this one only
-        after its own wait. L1 knows nothing of that, so these first loads go past it.
-        """
-        if const_expr(self.cluster == 1):
-            if thread == 0:
-                ptx.store_shared(Int32, shared.num_tiles, ptx.load_relaxed(args.tiles))
-        else:
-            if cute.arch.block_idx_in_cluster() == 0:
-                if thread < self.cluster:
-                    count = ptx.load_relaxed(args.tiles)
-                    ptx.store_shared_cluster(shared.num_tiles, thread, count)
 
     @cute.jit
     def load(self, tma_x, mX, shared, args):
@@ -415,15 +385,11 @@ class GroupedGemm:
 
     @cute.jit
     def tile_at(self, index, rank, args, load: cutlass.Constexpr):
-        """The schedule: n-tiles of an expert fastest, then its m-tiles, then the experts."""
-        expert = load(args.tiles + Int64(1 + index // self.m_steps) * 4)
-        info = [load(args.expert_info + Int64(expert) * 16 + 4 * i) for i in range(4)]
-        local = index - info[0] * self.m_steps
-        m_step = local // info[1]
-        first = (local - m_step * info[1]) * self.tile_n
-        first_sf_row = layout.first_sf_row(info[2], expert) + first
-        rows = cutlass.min(info[3] - first, self.tile_n)
-        return Tile(expert, m_step * self.cluster + rank, info[2] + first, first_sf_row, rows)
+        step = step_at(index, self.m_steps, self.tile_n, args, load)
+        first_sf_row = layout.first_sf_row(step.expert_row, step.expert) + step.first
+        rows = cutlass.min(step.expert_rows - step.first, self.tile_n)
+        m_tile = step.m_step * self.cluster + rank
+        return Tile(step.expert, m_tile, step.expert_row + step.first, first_sf_row, rows)
 
     def write_tile(self, address, tile):
         for i, value in enumerate(tile):

@@ -22,17 +22,22 @@ promotion) applies. Gate and up rows alternate in steps of 8, so that a gate row
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 
+from moe_ep_jit.kernels.common.packing import (
+    PAD,
+    Rows,
+    pack_swizzled,
+    pad,
+    padded_shape,
+    unpack_swizzled,
+)
 from moe_ep_jit.layout import round_up
 from moe_ep_jit.problem import Problem
 
 TILE_M = 64  # rows of a blob: one warpgroup's m64
 TILE_K = 128
-PAD = 128  # M and K are padded to multiples of this
-PAIR_ROWS = 8  # gate rows, then as many up rows
 
 #: What the MMA's token side is, for each kind.
 OPERANDS = {
@@ -59,28 +64,14 @@ EXACT_UNIT_BYTE = 247
 NVFP4_PLANES = ((15, 6), (12, 3), (14, 0), (13, 9))
 
 
-class Rows(NamedTuple):
-    """Rows of a block-scaled matrix, as bytes.
-
-    data  uint8 [rows, K] E4M3, or [rows, K/2] E2M1 pairs with the even k in the low nibble
-    sf    uint8: UE8M0 [rows, K/block], or E4M3 [rows, K/16]
+def kinds(problem: Problem) -> tuple[str, ...]:
+    """The kinds that weights of a resolved problem may take, in the order to try them: those that
+    fold while folding costs little, the last in any case.
     """
-
-    data: torch.Tensor
-    sf: torch.Tensor
-
-
-def interleave_rows(intermediate: int, device: torch.device | str = "cpu") -> torch.Tensor:
-    """int64 [2I]: packed row p is row interleave_rows[p] of gate rows first, then up rows."""
-    packed = torch.arange(2 * intermediate, device=device)
-    pair, r = packed // (2 * PAIR_ROWS), packed % (2 * PAIR_ROWS)
-    is_up = r >= PAIR_ROWS
-    return pair * PAIR_ROWS + r % PAIR_ROWS + is_up * intermediate
-
-
-def padded_shape(rows: int, k: int) -> tuple[int, int]:
-    """Rows and K after padding."""
-    return round_up(rows, PAD), round_up(k, PAD)
+    if problem.format == "nvfp4":
+        return ("nvfp4",)
+    folding = tuple(FOLD_GROUPS) if problem.act == "mxfp8" else ()
+    return (*folding, "mxfp8_exact")
 
 
 def tensor_specs(problem: Problem, kind: str) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -103,15 +94,6 @@ def tensor_specs(problem: Problem, kind: str) -> dict[str, tuple[tuple[int, ...]
     return specs
 
 
-def pad(x: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """``x`` [M, C] with zeros below and to the right; ``x`` itself where nothing is missing."""
-    if x.shape == (rows, columns):
-        return x
-    out = x.new_zeros(rows, columns)
-    out[: x.shape[0], : x.shape[1]] = x
-    return out
-
-
 def power_of_two(byte: torch.Tensor) -> torch.Tensor:
     """UE8M0 bytes 0..254 -> 2^(byte - 127) as fp32, 2^-127 (a denormal) included."""
     bits = byte.to(torch.int32) << 23
@@ -121,34 +103,6 @@ def power_of_two(byte: torch.Tensor) -> torch.Tensor:
 def exponent_of(scale: torch.Tensor) -> torch.Tensor:
     """fp32 powers of two -> UE8M0 bytes: reverses ``power_of_two``."""
     return (scale.contiguous().view(torch.int32) >> 23).to(torch.uint8)
-
-
-# E4M3 operand: bytes behind the 128-byte swizzle
-
-
-@lru_cache
-def _swizzle(device: torch.device) -> torch.Tensor:
-    """int64 [64]: place (r, p) of 8 rows x 8 chunks takes chunk p ^ r of row r; its own inverse."""
-    r, p = torch.arange(8, device=device)[:, None], torch.arange(8, device=device)[None]
-    return (8 * r + (p ^ r)).flatten()
-
-
-def pack_e4m3(data: torch.Tensor) -> torch.Tensor:
-    """uint8 [M, K] -> uint8 [M/64, K/128, 8192], swizzled."""
-    m, k = data.shape
-    # Row = 8*i + r; two int64 words are a 16-byte chunk.
-    chunks = data.contiguous().view(torch.int64).view(m // 64, 8, 8, k // 128, 8, 2)
-    chunks = chunks.permute(0, 3, 1, 2, 4, 5).reshape(m // 64, k // 128, 8, 64, 2)
-    chunks = chunks.index_select(3, _swizzle(data.device))
-    return chunks.view(m // 64, k // 128, 1024).view(torch.uint8)
-
-
-def unpack_e4m3(blobs: torch.Tensor) -> torch.Tensor:
-    """uint8 [M/64, K/128, 8192] -> uint8 [M, K]."""
-    mt, kt, _ = blobs.shape
-    chunks = blobs.contiguous().view(torch.int64).view(mt, kt, 8, 64, 2)
-    chunks = chunks.index_select(3, _swizzle(blobs.device)).view(mt, kt, 8, 8, 8, 2)
-    return chunks.permute(0, 2, 3, 1, 4, 5).reshape(mt * 64, kt * 16).view(torch.uint8)
 
 
 # MXFP8 expanded exactly into bf16
@@ -296,9 +250,9 @@ def pack_rows(
     k = round_up(q.data.shape[1] * per_byte, PAD)
     data = pad(q.data, m, k // per_byte)
     if kind == "mxfp8_row":
-        return pack_e4m3(data), power_of_two(q.sf)[:, 0]
+        return pack_swizzled(data, TILE_M), power_of_two(q.sf)[:, 0]
     if kind == "mxfp8_group128":
-        return pack_e4m3(data), power_of_two(q.sf).T
+        return pack_swizzled(data, TILE_M), power_of_two(q.sf).T
     if kind == "mxfp8_exact":
         byte, row = exact_scales(pad(q.sf, m, k // 32))
         lost = (byte == 0)[:, :, None]
@@ -313,9 +267,9 @@ def unpack_rows(
 ) -> tuple[Rows, torch.Tensor | None]:
     """Reverses ``pack_rows``: (rows with K's padding, global scale fp32 [rows] or None)."""
     if kind == "mxfp8_row":
-        return Rows(unpack_e4m3(blobs), exponent_of(scales[:, None])), None
+        return Rows(unpack_swizzled(blobs, TILE_M), exponent_of(scales[:, None])), None
     if kind == "mxfp8_group128":
-        return Rows(unpack_e4m3(blobs), exponent_of(scales.T)), None
+        return Rows(unpack_swizzled(blobs, TILE_M), exponent_of(scales.T)), None
     if kind == "mxfp8_exact":
         data, byte = unpack_exact(blobs)
         row = exponent_of(scales).to(torch.int16)[:, None]

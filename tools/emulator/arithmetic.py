@@ -301,6 +301,7 @@ def _convert(w: Writer, i: Instruction) -> None:
         ("bf16x2", "f32"): ("pack_bf16x2", "u32", {"rn"}),
         ("f16x2", "f32"): ("pack_f16x2", "u32", {"rn"}),
         ("e4m3x2", "f32"): ("pack_e4m3x2", "u16", {"rn", "satfinite"}),
+        ("e2m1x2", "f32"): ("pack_e2m1x2", "u8", {"rn", "satfinite"}),
         ("e4m3x2", "f16x2"): ("f16x2_to_e4m3x2", "u16", {"rn", "satfinite"}),
     }.get((to, source))
     if packed:

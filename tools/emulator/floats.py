@@ -113,6 +113,11 @@ def f32_to_e2m1(x: np.ndarray) -> np.ndarray:
     return np.where(x != x, U16(7), code)
 
 
+def pack_e2m1x2(high: np.ndarray, low: np.ndarray) -> np.ndarray:
+    """cvt.rn.satfinite.e2m1x2.f32 d, high, low: uint8."""
+    return (f32_to_e2m1(low) | f32_to_e2m1(high) << U16(4)).astype(np.uint8)
+
+
 def e4m3x2_to_f16x2(pair: np.ndarray) -> np.ndarray:
     """Two E4M3 codes (uint16) as two fp16 (uint32)."""
     low = _E4M3_AS_F16[pair & U16(0xFF)].astype(U32)

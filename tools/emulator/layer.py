@@ -15,6 +15,9 @@ from moe_ep_jit.tools.emulator import ptx
 from moe_ep_jit.tools.emulator.host import HostFunction
 from moe_ep_jit.tools.emulator.machine import Kernel, Machine
 
+#: Regions whose bytes have different writers: block scales of one byte.
+_BYTEWISE = ("recv_block_sf", "h_sf")
+
 _STAGES = list(layout.LAUNCH_ARGS).index("stages")
 
 
@@ -80,7 +83,8 @@ class EmulatedLaunch:
         if args[_STAGES] & layout.STAGE_DISPATCH:
             # A round begins: nothing that a call before has left behind may be read.
             for name, (address, size) in self.regions.items():
-                memory.add(name, address, size, written=name == "control")
+                granule = 1 if name in _BYTEWISE else 4
+                memory.add(name, address, size, written=name == "control", granule=granule)
         for name, tensor in self.fixed.items():
             _add(memory, name, tensor)
         memory.add("error record", self.error, layout.ERROR_WORDS * 4, written=True)

@@ -109,14 +109,19 @@ class GlobalMemory:
         self._bases: list[int] = []
         self._parts: list[Memory] = []
 
-    def add(self, name: str, address: int, size: int, *, written: bool) -> Memory | None:
-        """Let kernels use ``size`` bytes of this process; replaces what overlaps."""
+    def add(
+        self, name: str, address: int, size: int, *, written: bool, granule: int = 4
+    ) -> Memory | None:
+        """Let kernels use ``size`` bytes of this process; replaces what overlaps.
+
+        granule  bytes that share one record of who wrote them
+        """
         if size == 0:
             return None
         if address % 16:
             raise ValueError(f"{name}: expected an address on 16 bytes, got {address:#x}")
         self.remove(address, size)
-        part = Memory(name, address, host_bytes(address, size), written=written, granule=4)
+        part = Memory(name, address, host_bytes(address, size), written=written, granule=granule)
         at = bisect.bisect(self._bases, address)
         self._bases.insert(at, address)
         self._parts.insert(at, part)

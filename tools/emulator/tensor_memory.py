@@ -177,10 +177,10 @@ class Form:
         if not self.scale_block:
             return values
         rows, blocks = len(values), self.k // self.scale_block
-        place = slice(0, 32), slice(column, column + rows // 32)
+        place = slice(0, min(rows, 32)), slice(column, column + -(-rows // 32))
         if not memory.written[place].all():
             raise Fault(f"tcgen05.mma reads scales in column {column}, which nothing has written")
-        cells = np.ascontiguousarray(memory.data[place].T).reshape(rows).view(np.uint8)
+        cells = np.ascontiguousarray(memory.data[place].T).reshape(-1)[:rows].view(np.uint8)
         first = self.scale_bytes[side]
         codes = cells.reshape(rows, 4)[:, first : first + blocks]
         return values * np.repeat(self.scales[codes], self.scale_block, axis=1)
@@ -309,12 +309,20 @@ def _commit(threads: Any, i: Instruction, lane: int) -> None:
 
 
 def _load(threads: Any, i: Instruction) -> None:
-    """Lanes of a warp's own quarter: register j of lane l is row l, column j."""
-    found = re.match(r"tcgen05\.ld\.sync\.aligned\.32x32b\.x(\d+)\.b32$", i.op)
+    """Lanes of a warp's own quarter.
+
+    32x32b   register j of thread t is row t, column j
+    16x256b  16 rows, from the quarter's first or 16 behind; of each 8 columns a thread has four:
+             row t / 4, columns 2 c and 2 c + 1 (c = t % 4), then the same of row t / 4 + 8
+    """
+    found = re.match(r"tcgen05\.ld\.sync\.aligned\.(32x32b|16x256b)\.x(\d+)\.b32$", i.op)
     if found is None:
         raise i.unsupported("shape of tcgen05.ld")
     threads.whole_warps(threads.mask, "tcgen05.ld")
-    count, (d, address) = int(found[1]), i.operands
+    d, address = i.operands
+    rows = int(found[1][:2])
+    columns = int(found[2]) * (1 if rows == 32 else 8)
+    count = columns * rows // 32
     base = threads.value(address).astype(np.int64)
     memory = threads.cta.tensor_memory
     out = np.zeros((count, threads.count), np.uint32)
@@ -322,15 +330,24 @@ def _load(threads: Any, i: Instruction) -> None:
         lanes = slice(warp * 32, warp * 32 + 32)
         tids = threads.tids[lanes]
         row, column = int(base[lanes][0]) >> 16, int(base[lanes][0]) & 0xFFFF
-        if row != tids[0] // 32 % 4 * 32:
+        if row - tids[0] // 32 % 4 * 32 not in range(0, 32, rows):
             raise Fault(f"tcgen05.ld of lane {row} by warp {tids[0] // 32}")
-        memory.check(column, count, "tcgen05.ld")
-        place = slice(row, row + 32), slice(column, column + count)
+        memory.check(column, columns, "tcgen05.ld")
+        place = slice(row, row + rows), slice(column, column + columns)
         if not memory.written[place].all():
             raise Fault(f"tcgen05.ld of columns from {column}, which nothing has written")
-        if threads.cta.clock.hidden(tids, memory.records[place], False) is not None:
+        records = _by_thread(memory.records[place])
+        if threads.cta.clock.hidden(tids, records, False) is not None:
             raise Fault("tcgen05.ld of a product that no commit and mbarrier has waited for")
-        out[:, lanes] = memory.data[place].T
+        out[:, lanes] = _by_thread(memory.data[place]).T
     registers = d.value if d.kind == "vec" else [d]
     for register, row in zip(registers, out, strict=True):
         threads.R[register.value] = row
+
+
+def _by_thread(cells: np.ndarray) -> np.ndarray:
+    """[rows, columns] of a load -> [thread, register]."""
+    if len(cells) == 32:
+        return cells
+    # half, row in 8, block of columns, pair, in pair -> row in 8, pair | block, half, in pair
+    return cells.reshape(2, 8, -1, 4, 2).transpose(1, 3, 2, 0, 4).reshape(32, -1)

@@ -1,4 +1,4 @@
-"""Epilogues of the grouped GEMM: one warpgroup's 64 weight rows x tile_n, registers to global
+"""Epilogues of a grouped GEMM: one warpgroup's 64 weight rows x its columns, registers to global
 memory.
 
 A warp holds 16 weight rows x 8 token columns of each n8 (8 tokens) in four accumulators a thread:
@@ -10,6 +10,13 @@ A warp holds 16 weight rows x 8 token columns of each n8 (8 tokens) in four accu
 Packed gate/up weights have a gate in row r and its up in row r + 8, so that a thread makes its
 features alone: warp w of the four makes features 8 w .. 8 w + 7 of the strip's 32. ``thread`` is
 the thread's place in the warpgroup throughout.
+
+``gemm`` is the arch's GroupedGemm. Of it are used: gate_up, act, m, strips, tile_n, chunk_n, chunk,
+staging_bytes, has_weight_sf, has_row_sf, has_expert_sf and
+
+h_values      what the intermediate's rows hold: "e4m3", "e2m1" (packed) or "bf16"
+store_scales  where their block scales go, ``f(gemm, scales, column, tile, strip, args)``: the UE8M0
+              byte of a column's 32 features, or the E4M3 bytes of both 16; None: nowhere
 """
 
 from typing import Any, NamedTuple
@@ -66,8 +73,8 @@ def fetch(gemm, n, tile, strip, thread, args):
     """Begin to read what ``finish`` needs."""
     row = cutlass.min(strip, gemm.strips - 1) * 64 + (thread >> 5) * 16 + ((thread & 31) >> 2)
     at = (Int64(tile.expert) * (gemm.strips * 64) + row) * 4  # the second row is 8 behind
-    scales = [Float32(1.0)] * 2  # of groups of 128: the main loop has applied them
-    if not gemm.group128:
+    scales = [Float32(1.0)] * 2  # none, or the main loop has applied them
+    if gemm.has_weight_sf:
         scales = [ptx.load(Float32, args.w_sf + at + 8 * 4 * i) for i in range(2)]
     if gemm.has_expert_sf:
         expert_sf = ptx.load(Float32, args.expert_sf + Int64(tile.expert) * 4)
@@ -149,12 +156,12 @@ def finish_gate_up(
             share_scales(gemm, columns, chunk, tile, strip, place, buffers, args)
             barrier(place.wg)
             features = requantized(gemm, features, place, buffers)
-        if const_expr(gemm.fp8):
-            stage_bytes(features, place, buffers)
+        if const_expr(gemm.h_values != "bf16"):
+            stage_bytes(gemm, features, place, buffers)
         else:
             stage_halves(features, place, buffers)
         barrier(place.wg)
-        if const_expr(gemm.fp8):
+        if const_expr(gemm.h_values != "bf16"):
             copy_byte_rows(gemm, columns, chunk, tile, strip, place, buffers, args)
         else:
             copy_half_rows(gemm, columns, chunk, tile, strip, place, buffers, args)
@@ -214,6 +221,7 @@ def share_scales(
     mxfp8  inverse scale of both columns, then both scales
     nvfp4  factor of both blocks of 16, then both scales
     """
+    store = gemm.store_scales
     entries = columns // 2 if const_expr(gemm.act == "mxfp8") else columns
     for first in cutlass.range_constexpr(0, entries, 128):
         entry = first + place.thread
@@ -231,26 +239,21 @@ def share_scales(
                     scale = q.exp2_of_byte(scales[i])
                     words[i] = ptx.bits(q.mxfp8_inverse(scales[i]))
                     words[2 + i] = ptx.bits(scale)
-                    if const_expr(gemm.fp8):
-                        column = chunk + entry * 2 + i
-                        store_block_scale(scale, column, tile, strip, args)
+                    if const_expr(store is not None):
+                        store(gemm, scales[i], chunk + entry * 2 + i, tile, strip, args)
             else:
                 expert_sf = args.expert_sf + Int64(tile.expert) * 4
                 inverse_g = q.nvfp4_row_inverse(ptx.load(Float32, expert_sf))
+                scales = []
                 for i in cutlass.range_constexpr(2):
                     block = cutlass.max(words[2 * i], words[2 * i + 1])
                     s, factor, saturated = q.nvfp4_block(block, inverse_g)
                     count_saturated(saturated, chunk + entry, tile, args)
                     words[2 * i], words[2 * i + 1] = ptx.bits(factor), ptx.bits(s)
+                    scales.append(s)
+                if const_expr(store is not None):
+                    store(gemm, ptx.pack_e4m3x2(*scales), chunk + entry, tile, strip, args)
             cute.autovec_copy(words, at)
-
-
-@cute.jit
-def store_block_scale(scale, column, tile, strip, args):
-    """The scale of a row's 32 features."""
-    if column < tile.rows:
-        at = Int64(strip) * args.sf_stride + tile.first_sf_row + column
-        ptx.store(Float32, args.block_sf + at * 4, scale)
 
 
 @cute.jit
@@ -261,7 +264,7 @@ def count_saturated(saturated, column, tile, args):
 
 
 def requantized(gemm, features, place, buffers):
-    """Features as their block's format holds them: scaled for E4M3, else in real units."""
+    """Features as the intermediate holds them: scaled for E4M3 and E2M1, for bf16 in real units."""
     out = []
     for n8 in range(len(features) // 2):
         pair = n8 * 4 + (place.lane & 3)
@@ -270,13 +273,15 @@ def requantized(gemm, features, place, buffers):
             if gemm.act == "mxfp8":
                 words = load_scales(buffers, pair, 0, 4)
                 element = ptx.mul(feature, words[column])
-                if not gemm.fp8:
+                if gemm.h_values == "bf16":
                     element = ptx.mul(ptx.round_to_e4m3(element), words[2 + column])
             else:
                 # A block of 16 is two warps' features.
                 block = place.warp >> 1
                 words = load_scales(buffers, pair * 2 + column, block * 8, 2)
-                element = ptx.mul(q.round_to_e2m1(ptx.mul(feature, words[0])), words[1])
+                element = ptx.mul(feature, words[0])
+                if gemm.h_values == "bf16":
+                    element = ptx.mul(q.round_to_e2m1(element), words[1])
             out.append(element)
     return out
 
@@ -289,16 +294,15 @@ def load_scales(buffers, entry, offset, count):
     return words
 
 
-def stage_bytes(features, place, buffers):
-    """E4M3 features to shared memory: rows of 32 features of a pair of columns, byte by byte in
-    turns.
+def stage_bytes(gemm, features, place, buffers):
+    """E4M3 or E2M1 features to shared memory, a byte each: rows of 32 features of a pair of
+    columns, byte by byte in turns.
 
     One stmatrix element is a feature of both columns of a pair, so that a transposed matrix has the
     8 features of a warp in each row, and two n8 in its rows by turns.
     """
-    packed = [
-        ptx.pack_e4m3x2(low, high) for low, high in zip(features[::2], features[1::2], strict=True)
-    ]
+    pack = ptx.pack_e4m3x2 if gemm.h_values == "e4m3" else ptx.pack_e2m1_bytes
+    packed = [pack(low, high) for low, high in zip(features[::2], features[1::2], strict=True)]
     if len(packed) % 2:
         packed.append(Int32(0))
     words = [ptx.permute(a, b, 0x5410) for a, b in zip(packed[::2], packed[1::2], strict=True)]
@@ -341,19 +345,26 @@ def copy_byte_rows(
                 cute.autovec_copy(ptx.vector(Int32, at + i * 16, 4, ptx.SMEM), four)
                 for j in cutlass.range_constexpr(4):
                     words[4 * i + j] = four[j]
-            row_bytes = gemm.m // 2
-            to = args.out + Int64(tile.first_row + column) * row_bytes + strip * 32 + half * 16
-            store_every_second(words, to, 0x6420)
+            packing = 1 if const_expr(gemm.h_values == "e4m3") else 2  # features a byte
+            row_bytes = gemm.m // 2 // packing
+            place_in_row = strip * (32 // packing) + half * (16 // packing)
+            to = args.out + Int64(tile.first_row + column) * row_bytes + place_in_row
+            store_every_second(words, to, 0x6420, packing)
             if column + 1 < tile.rows:
-                store_every_second(words, to + row_bytes, 0x7531)
+                store_every_second(words, to + row_bytes, 0x7531, packing)
 
 
-def store_every_second(words, address, selector):
-    """Every second byte of 8 words, as 16 bytes."""
-    out = cute.make_rmem_tensor(4, Int32)
-    for i in range(4):
-        out[i] = ptx.permute(words[2 * i], words[2 * i + 1], selector)
-    cute.autovec_copy(out, ptx.vector(Int32, address, 4))
+def store_every_second(words, address, selector, packing):
+    """Every second byte of 8 words, as 16 bytes; packing 2: their low nibbles, as 8."""
+    found = [ptx.permute(words[2 * i], words[2 * i + 1], selector) for i in range(4)]
+    if packing == 2:
+        # Byte 0 of a half takes both nibbles.
+        pairs = [word | ptx.shift_right(word, 4) for word in found]
+        found = [ptx.permute(pairs[2 * i], pairs[2 * i + 1], 0x6420) for i in range(2)]
+    out = cute.make_rmem_tensor(len(found), Int32)
+    for i, word in enumerate(found):
+        out[i] = word
+    cute.autovec_copy(out, ptx.vector(Int32, address, len(found)))
 
 
 @cute.jit

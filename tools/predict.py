@@ -1,0 +1,133 @@
+"""What Blackwell's kernels should take on a B200: computed, never measured.
+
+``python -m moe_ep_jit.tools.predict`` prints the tables of docs/blackwell.md. Tiles are counted as
+the kernels cut them under uniform routing, padding included; rates are the data sheet's times what
+Hopper's kernels reach of theirs.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from moe_ep_jit import variants
+from moe_ep_jit.kernels.sm100 import packing
+from moe_ep_jit.layout import ceil_div
+from moe_ep_jit.problem import Problem
+from moe_ep_jit.tools import presets
+from moe_ep_jit.tools.floors import CEILINGS, floors
+
+ARCH = "sm_100a"
+NUM_SMS = 148  # of a B200
+
+#: Of the data sheet's rates, what the H200 gives of its own: 4.39 of 4.8 TB/s read; 1,979 TFLOP/s
+#: of which cuBLAS reaches 1,415 and these kernels four fifths of that.
+MEMORY_SHARE, MATH_SHARE = 0.91, 0.57
+#: A layer's five grids beyond their work: dsv3-ep8 and qwen3-30b at few tokens on the H200.
+FIXED_MS = 0.015
+
+#: FlashInfer's published NVFP4 times on a GB200, DeepSeek-V3's sizes over 4 ranks, us by tokens a
+#: rank. They hold the exchange between ranks, which the prediction does not.
+PEER_US = {8: 222, 64: 288, 512: 359, 1024: 429, 2048: 622, 4096: 1002, 8192: 1896}
+PEER_SIZES = {"hidden": 7168, "intermediate": 2048, "num_experts": 64, "top_k": 8}
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Of one call.
+
+    stages, in_flight  of the gate/up GEMM; bytes that an SM's stages hold
+    weight_gb, tflop   of the active experts, without padding
+    gemm_ms            both GEMMs; ``bound`` says by what: "memory" or "math"
+    """
+
+    tile_n: int
+    cluster: int
+    stages: int
+    in_flight: int
+    weight_gb: float
+    tflop: float
+    floor_ms: float
+    gemm_ms: float
+    bound: str
+    layer_ms: float
+
+
+def predict(problem: Problem, tokens: int) -> Prediction:
+    """``problem`` with its format; uniform routing: every expert gets the mean."""
+    from moe_ep_jit.kernels.sm100.grouped_gemm import GroupedGemm  # needs the DSL
+
+    kind = problem.format
+    config = variants.choose_rung(problem.with_(act=kind), ARCH, tokens, kind)
+    rows = tokens * problem.top_k
+    active = round(problem.num_experts * -math.expm1(rows * math.log1p(-1 / problem.num_experts)))
+    tiles = active * ceil_div(ceil_div(rows, active), config.tile_n)
+    ceilings = CEILINGS[kind]
+    gemms = [
+        GroupedGemm(
+            kind=kind, gate_up=gate_up, k=k, m=m, num_experts=problem.num_experts, config=config
+        )
+        for gate_up, k, m in (
+            (True, problem.hidden, 2 * problem.intermediate),
+            (False, problem.intermediate, problem.hidden),
+        )
+    ]
+    memory_s = math_s = 0.0
+    for gemm in gemms:
+        blobs = active * gemm.m_tiles * gemm.k_stages
+        memory_s += blobs * gemm.w_bytes / (ceilings.read * MEMORY_SHARE)
+        # The busiest CTAs decide: whole waves of tiles.
+        workers = NUM_SMS // config.cluster
+        waves = ceil_div(tiles * gemm.m_steps, workers)
+        flops = 2.0 * packing.TILE_M * config.cluster * config.tile_n * gemm.k * workers * waves
+        math_s += flops / (ceilings.flops * MATH_SHARE)
+    floor = floors(problem, kind, kind, tokens, rows, active)
+    copies_s = (floor.dispatch_bytes + floor.combine_bytes) / (ceilings.copy * MEMORY_SHARE)
+    gemm_ms = max(memory_s, math_s) * 1e3
+    return Prediction(
+        config.tile_n,
+        config.cluster,
+        gemms[0].num_stages,
+        gemms[0].num_stages * gemms[0].loaded_bytes // config.cluster,
+        floor.weight_bytes / 1e9,
+        floor.flops / 1e12,
+        floor.layer_ms,
+        gemm_ms,
+        "memory" if memory_s >= math_s else "math",
+        gemm_ms + copies_s * 1e3 + FIXED_MS,
+    )
+
+
+def table() -> str:
+    """All presets and token counts, as Markdown."""
+    lines = [
+        "| preset | tokens | format | tile x CTAs | stages, KB in flight | weights GB | TFLOP |"
+        " floor ms | predicted ms | ruled by |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for preset in presets.load(()):
+        for fmt in ("mxfp8", "nvfp4"):
+            for tokens in preset.tokens:
+                p = predict(preset.problem(fmt), tokens)
+                lines.append(
+                    f"| {preset.name} | {tokens} | {fmt} | {p.tile_n} x {p.cluster} |"
+                    f" {p.stages}, {p.in_flight // 1024} | {p.weight_gb:.2f} | {p.tflop:.3g} |"
+                    f" {p.floor_ms:.3f} | {p.layer_ms:.3f} | {p.bound} |"
+                )
+    return "\n".join(lines)
+
+
+def peer_table() -> str:
+    """The peer's geometry, as Markdown."""
+    lines = [
+        "| tokens a rank | predicted here, one rank's work, ms | published peer, ms |",
+        "|---|---|---|",
+    ]
+    for tokens, us in PEER_US.items():
+        problem = Problem(**PEER_SIZES, max_tokens=tokens, format="nvfp4")
+        lines.append(f"| {tokens} | {predict(problem, tokens).layer_ms:.3f} | {us / 1e3:.3f} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(f"{table()}\n\n{peer_table()}")  # noqa: T201
