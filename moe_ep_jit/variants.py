@@ -29,9 +29,6 @@ SOURCES = {
 #: CUDA compute capability -> exact arch, for the arches that have kernels.
 _CAPABILITIES = {(9, 0): "sm_90a", (10, 0): "sm_100a", (10, 3): "sm_103a"}
 
-#: Above this many rows an expert, arithmetic rules and not the weights' bytes, on Hopper.
-_COMPUTE_BOUND_ROWS = 90
-
 _NO_KERNELS = (
     'pass backend="reference" to run the PyTorch reference there, or use one of the GPUs that have '
     f"kernels ({', '.join(ARCHES)})"
@@ -223,7 +220,7 @@ def choose_variant(
     reasons = []
     fmt = problem.format
     if fmt == "auto":
-        fmt, why = _choose_format(problem, held, expected_tokens)
+        fmt, why = _choose_format(problem, arch, held, expected_tokens)
         reasons.append(why)
     else:
         reasons.append(f"{fmt} weights as the problem says" + _requantized(fmt, held))
@@ -249,7 +246,7 @@ def choose_variant(
 
 
 def _choose_format(
-    problem: Problem, held: set[str], expected_tokens: int | None
+    problem: Problem, arch: str | None, held: set[str], expected_tokens: int | None
 ) -> tuple[str, str]:
     """The format for format="auto" and the reason, from what the checkpoint holds."""
     if held == {"nvfp4"}:
@@ -262,7 +259,7 @@ def _choose_format(
     why = "mxfp8 weights: a float checkpoint keeps most accuracy so"
     if expected_tokens is not None:
         rows = expected_tokens * problem.top_k / problem.num_experts
-        if rows < _COMPUTE_BOUND_ROWS:
+        if rows < kernels_module(arch or next(iter(ARCHES)), "config").MXFP8_FASTER_ABOVE:
             why += f' (at about {rows:.3g} rows an expert format="nvfp4" would read half the bytes)'
         else:
             why += f" and is the faster one at about {rows:.3g} rows an expert"

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
+import shutil
+import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -74,6 +78,7 @@ def test_object_fits_its_launch(compiled, job):
     for part, count in {"Route": 1, "Dispatch": 1, "GroupedGemm": 2, "Combine": 1}.items():
         kernels = [k for k in launch["kernels"] if f"{part}_" in k["name"]]
         assert len(kernels) == count, (part, launch["kernels"])
+    assert {k["threads"] for k in launch["kernels"] if "GroupedGemm_" in k["name"]} == {384}
     for kernel in launch["kernels"]:
         most = min(REGISTER_FILE // kernel["threads"] // 8 * 8, 255)
         assert 0 < kernel["registers"] <= most, kernel
@@ -114,3 +119,32 @@ def test_stages_and_columns_of_every_rung(kind):
             assert gemm.sfa_column >= 2 * config.tile_n  # two accumulators
             assert gemm.tmem_columns <= TMEM_COLUMNS
             assert config.cluster == (2 if config.tile_n >= 128 else 1)
+
+
+def nvdisasm():
+    """The disassembler of a CUDA toolkit or of NVIDIA's wheels; None where there is none."""
+    found = shutil.which("nvdisasm")
+    if found is None:
+        spec = importlib.util.find_spec("nvidia")
+        places = [Path(p) for p in spec.submodule_search_locations or ()] if spec else []
+        found = next((p for place in places for p in place.glob("*/bin/nvdisasm")), None)
+    return found
+
+
+@pytest.mark.skipif(nvdisasm() is None, reason="nvdisasm is not installed")
+@pytest.mark.parametrize("job", SMALL, ids=lambda job: f"{job.arch}-{job.name}")
+def test_machine_code_holds_the_block_scaled_mma(compiled, job, tmp_path):
+    key = cache_key.full_key(job.op, job.facts, job.arch, job.build)
+    entry = entries.Entry(key, cache_key.fingerprint(key), job.name)
+    folder = next(f for f in (entry.folder(c) for c in jit.cache_dirs()) if f.is_dir())
+    raw = (folder / entries.OBJECT).read_bytes()
+    cubin = tmp_path / "kernels.cubin"
+    cubin.write_bytes(raw[raw.index(b"\x7fELF", 1) :])
+    done = subprocess.run([nvdisasm(), "-c", cubin], capture_output=True, text=True, check=True)
+    mmas = set(re.findall(r"\b(UTC[A-Z]*MMA\S*)", done.stdout))
+    assert mmas
+    pair = job.facts["config"]["cluster"] == 2
+    for mma in mmas:
+        assert mma.startswith({"mxfp8": "UTCQMMA", "nvfp4": "UTCOMMA"}[job.facts["kind"]])
+        assert ("2CTA" in mma) == pair
+    assert "SpillRefill" not in done.stdout

@@ -203,3 +203,22 @@ def test_rungs_are_on_the_ladder_and_grow_with_tokens(arch, operand):
 def test_ladder_refuses_an_unknown_operand():
     with pytest.raises(ValueError, match=r'operand: expected "e4m3" or "bf16"'):
         variants.ladder("sm_90a", "fp8")
+
+
+@pytest.mark.parametrize("arch", ["sm_100a", "sm_103a"])
+def test_blackwell_has_one_format_on_both_sides(arch):
+    for fmt in ("mxfp8", "nvfp4"):
+        variant = variants.choose_variant(AUTO.with_(format=fmt), arch, [fmt])
+        assert (variant.problem.act, variant.name) == (fmt, f"sm100-{fmt}-{fmt}")
+        assert variants.operand_of(variant.problem, arch) == fmt
+    variant = variants.choose_variant(AUTO, arch, ["nvfp4"])
+    assert variant.problem.format == variant.problem.act == "nvfp4"
+    for fmt, act in (("nvfp4", "bf16"), ("nvfp4", "mxfp8"), ("mxfp8", "bf16")):
+        with pytest.raises(ValueError, match=rf"act: expected .* on {arch}, got '{act}'"):
+            variants.choose_variant(AUTO.with_(format=fmt, act=act), arch)
+
+
+def test_blackwell_says_that_fewer_bits_are_faster_at_any_rows():
+    for tokens in (8, 65536):
+        problem = AUTO.with_(max_tokens=65536)
+        assert "half the bytes" in variants.choose_variant(problem, "sm_100a", (), tokens).reason

@@ -35,6 +35,10 @@ class Config:
 #: What the experts' activations may be, for each weight format; the default first.
 ACTS = {"mxfp8": ("mxfp8", "bf16"), "nvfp4": ("bf16", "nvfp4", "mxfp8")}
 
+#: Rows an expert above which arithmetic rules and not the weights' bytes, and MXFP8 is faster than
+#: NVFP4, which multiplies in 16 bits.
+MXFP8_FASTER_ABOVE = 90
+
 #: What the MMA's token side may be.
 OPERANDS = ("e4m3", "bf16")
 
