@@ -48,9 +48,9 @@ def operand_of(fmt: str, act: str) -> str:
     return "e4m3" if fmt == "mxfp8" and act == "mxfp8" else "bf16"
 
 
-#: Why each rung is there: operand -> tile_n -> a whole layer's time in a CUDA graph on it, and on
-#: the rung that would serve instead, in one run. One H200, uniform routing, 2026-11-30, while the
-#: kernels were being tuned: they are a few per cent faster since.
+#: Why each rung is there: operand -> tile_n -> a whole layer's time on it, and on the rung that
+#: would serve instead, in one run. One H200, uniform routing, 2026-11-30, graphs or eager calls
+#: behind a backlog, on the kernels of that day, which were being tuned: the order counts.
 REASONS = {
     "e4m3": {
         8: "dsv3-ep8, 8 tokens: 0.306 ms, 4.4 TB/s of weights",
