@@ -204,6 +204,14 @@ def test_steps_are_interleaved_and_each_has_its_own_median(monkeypatch):
     assert timing.medians_ms(lambda i: steps[i], 30) == [1.0, 2.0]
 
 
+def test_a_measurement_begins_with_a_rest(monkeypatch):
+    cuda = FakeCuda(monkeypatch)
+    monkeypatch.setattr(timing.time, "sleep", lambda seconds: cuda.log.append(seconds))
+    timing.medians_ms(lambda i: [cuda.launch("a", 1.0)], 30)
+    assert cuda.log[0] >= 0.3
+    assert cuda.log[1:] == ["a"] * 40
+
+
 def test_clock_without_sensor_is_none(monkeypatch):
     cuda = FakeCuda(monkeypatch)
     assert timing.timed(lambda i: [cuda.launch("a", 1.0)], 30, FakeSensors(None)).sm_mhz is None
@@ -341,13 +349,13 @@ def test_rows_of_two_formats_and_a_peer(no_gpu_needed, monkeypatch):
     names = [(row["tokens"], row["routing"], row["format"]) for row in rows]
     formats = ("mxfp8", "nvfp4", "torch-bf16")
     assert names == [(t, r, f) for t in (3, 9) for r in ("uniform", "one") for f in formats]
-    assert [row["ms"] for row in rows[:3]] == [1.0, 2.0, 3.0]
+    assert [row["ms"] for row in rows[:3]] == [1.0] * 3  # each alone
     assert [row["rows"] for row in rows[::3]] == [6, 3, 18, 9]
     for row in rows:
         assert row["sustained_watts"] == 650.0
         assert row["sm_mhz"] == 1500.0
         assert 0 < row["dense_rel_l2"] < 0.3  # wrong experts or scales: about 1
-    assert rows[1]["stage_ms"] == dict(zip(results.STAGES, (5.0, 6.0, 7.0, 8.0), strict=True))
+    assert rows[1]["stage_ms"] == dict(zip(results.STAGES, (1.0, 2.0, 3.0, 4.0), strict=True))
     assert rows[1]["stage_gbps"].keys() == {"gate_up", "down"}
     assert all(row["rel_l2"] == 0 for row in rows if "rel_l2" in row)
     assert "stage_ms" not in rows[2]

@@ -26,6 +26,7 @@ from sm90_cases import (
 
 import moe_ep_jit as moe
 from moe_ep_jit import formats, layout, reference, variants
+from moe_ep_jit.kernels.sm90.grouped_gemm import WIDTHS
 
 pytestmark = [pytest.mark.sm90, pytest.mark.emulated]
 
@@ -46,6 +47,31 @@ def test_every_rung_is_within_the_bounds(name, config):
         assert_close(y, layer.want(*inputs), CASES[name].fmt)
         end = want_from_intermediate(layer.ws, layer.weights, layer.plain, inputs, config)
         assert_end_is_exact(y, end)
+
+
+@pytest.mark.parametrize("tile_n", [128, 160, 192])
+@pytest.mark.parametrize("name", MAIN)
+def test_tiles_at_the_edges_of_every_width(name, tile_n):
+    """Wide rungs multiply in the least width that holds a tile's rows: experts with as many rows
+    as each width, and one more.
+    """
+    layer = make_layer(name)
+    (config,) = [c for c in variants.ladder("sm_90a", layer.weights.operand) if c.tile_n == tile_n]
+    edges = WIDTHS[layer.weights.operand == "e4m3"][tile_n]
+    rows = [1, *edges[1:], *(edge + 1 for edge in edges)]
+    assert len(rows) <= EXPERTS
+    experts = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor(rows))
+    tokens = -(-len(experts) // TOP_K)
+    ids = torch.full((tokens * TOP_K,), -1, dtype=torch.int32)
+    ids[: len(experts)] = experts.int()
+    ids = ids[torch.randperm(len(ids))].view(tokens, TOP_K).to(DEVICE)
+    x, _, topk_weights = make_inputs(tokens)
+    layer.poison()
+    inputs = (x, ids, topk_weights)
+    y = layer(*inputs, config=config)
+    assert_close(y, layer.want(*inputs), CASES[name].fmt)
+    end = want_from_intermediate(layer.ws, layer.weights, layer.plain, inputs, config)
+    assert_end_is_exact(y, end)
 
 
 @pytest.mark.full

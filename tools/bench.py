@@ -1,16 +1,16 @@
 """Times the layer on the presets: whole and by stage, eager and in a CUDA graph, with two floors.
 
 Protocol: random unit-scale data, a seed; weights come cold, since calls rotate over sets of weights
-whose active experts exceed the L2 cache together; a GPU backlog hides the host; the formats and
-peers of one preset and token count are interleaved launch by launch; medians of calls back to back
-after a warm-up. ``--sustained`` adds a longer run of each, at the clock that the power allows.
+whose active experts exceed the L2 cache together; a GPU backlog hides the host; each format and peer alone after a rest, medians of
+30 calls back to back after 10 others. ``--sustained`` adds a longer run of each, at the clock that
+the power allows.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -111,8 +111,10 @@ class Layer:
 
     def cold_sets(self, count: int) -> list[moe.PreparedWeights]:
         """``count`` sets of equal weights."""
+        first = self.weights[0]
         while len(self.weights) < count:
-            self.weights.append(self._prepare(self.problem))
+            tensors = {name: tensor.clone() for name, tensor in first.tensors.items()}
+            self.weights.append(replace(first, tensors=tensors))
         return self.weights[:count]
 
     def close(self) -> None:
@@ -234,38 +236,35 @@ def count_rows(ids: torch.Tensor) -> tuple[int, int]:
 def measure(
     cases: Sequence[Case], others: Sequence[PeerCase], request: Request, sensors: Sensors
 ) -> list[dict[str, Any]]:
-    """One row a case and peer, their launches interleaved."""
-    everyone = [*cases, *others]
-    rows = [case.facts() for case in everyone]
-    graphs = [timing.captured(case.call, len(case.sets)) for case in everyone]
-
-    def replays(i: int) -> list[Callable[[], None]]:
-        return [own[i % len(own)].replay for own in graphs]
-
-    def eager(i: int) -> list[Callable[[], Any]]:
-        return [lambda case=case: case.call(i) for case in cases]
-
-    def stages(i: int) -> list[Callable[[], Any]]:
-        return [step for case in cases for step in case.stages(i)]
-
-    whole = timing.timed(replays, request.iterations, sensors)
-    for row, ms in zip(rows, whole.ms, strict=True):
-        row |= {"ms": ms, "sm_mhz": whole.sm_mhz}
-    eager_ms = timing.medians_ms(eager, request.iterations)
-    stage_ms = timing.medians_ms(stages, request.iterations)
-    count = len(results.STAGES)
-    for j, (case, row) in enumerate(zip(cases, rows, strict=False)):
-        by_stage = dict(zip(results.STAGES, stage_ms[j * count : (j + 1) * count], strict=True))
-        row |= {"eager_ms": eager_ms[j], "stage_ms": by_stage}
-        row |= stage_figures(case.floor, by_stage)
-        row["host_us"] = timing.host_us(case.call, request.iterations)
-        row |= _rates(case.floor.flops, case.floor.weight_bytes, row["ms"])
-    for case, row in zip(others, rows[len(cases) :], strict=True):
-        row |= _rates(case.flops, case.weight_bytes, row["ms"])
-    if request.sustained:
-        for row, own in zip(rows, graphs, strict=True):
-            row |= _sustained(own, row["ms"], sensors)
+    """One row a case and peer."""
+    rows = []
+    for case in [*cases, *others]:
+        graphs = timing.captured(case.call, len(case.sets))
+        replays = [graph.replay for graph in graphs]
+        whole = timing.timed(
+            lambda i, own=replays: [own[i % len(own)]], request.iterations, sensors
+        )
+        (ms,) = whole.ms
+        row = case.facts() | {"ms": ms, "sm_mhz": whole.sm_mhz}
+        if isinstance(case, Case):
+            row |= _own_figures(case, ms, request.iterations)
+        else:
+            row |= _rates(case.flops, case.weight_bytes, ms)
+        if request.sustained:
+            row |= _sustained(graphs, ms, sensors)
+        rows.append(row)
     return rows
+
+
+def _own_figures(case: Case, ms: float, iterations: int) -> dict[str, Any]:
+    """What peers do not have: eager calls, the host's part, stages."""
+    (eager_ms,) = timing.medians_ms(lambda i: [lambda: case.call(i)], iterations)
+    stage_ms = timing.medians_ms(case.stages, iterations)
+    by_stage = dict(zip(results.STAGES, stage_ms, strict=True))
+    row = {"eager_ms": eager_ms, "stage_ms": by_stage}
+    row |= stage_figures(case.floor, by_stage)
+    row["host_us"] = timing.host_us(case.call, iterations)
+    return row | _rates(case.floor.flops, case.floor.weight_bytes, ms)
 
 
 def _rates(flops: float, weight_bytes: float, ms: float) -> dict[str, float]:

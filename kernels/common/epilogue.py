@@ -11,7 +11,7 @@ Packed gate/up weights have a gate in row r and its up in row r + 8, so that a t
 features alone: warp w of the four makes features 8 w .. 8 w + 7 of the strip's 32. ``thread`` is
 the thread's place in the warpgroup throughout.
 
-``gemm`` is the arch's GroupedGemm. Of it are used: gate_up, act, m, strips, tile_n, chunk_n, chunk,
+``gemm`` is the arch's GroupedGemm. Of it are used: gate_up, act, m, strips, tile_n, chunk_n,
 staging_bytes, has_weight_sf, has_row_sf, has_expert_sf and
 
 h_values      what the intermediate's rows hold: "e4m3", "e2m1" (packed) or "bf16"
@@ -147,8 +147,8 @@ def finish_gate_up(
     constants: cutlass.Constexpr, buffers, args
 ):  # fmt: skip
     """Scale, bias, SwiGLU, requantize; each row's 32 features to the intermediate."""
-    columns = gemm.chunk(n)
-    for chunk in cutlass.range_constexpr(0, n, columns):
+    for chunk in cutlass.range_constexpr(0, n, gemm.chunk_n):
+        columns = min(gemm.chunk_n, n - chunk)
         features = gated(gemm, acc, chunk, columns, place, constants, buffers, args)
         if const_expr(gemm.act != "bf16"):
             share_maxima(gemm, features, place, buffers)
@@ -395,8 +395,8 @@ def finish_down(
     16-byte pieces are swizzled by the row, so that neither side meets bank conflicts.
     """
     lane, warp = place.lane, place.warp
-    columns = gemm.chunk(n)
-    for chunk in cutlass.range_constexpr(0, n, columns):
+    for chunk in cutlass.range_constexpr(0, n, gemm.chunk_n):
+        columns = min(gemm.chunk_n, n - chunk)
         packed = []
         for first in cutlass.range_constexpr(chunk, chunk + columns, 8):
             x_sf = column_scales(gemm, first + (lane & 3) * 2, buffers)

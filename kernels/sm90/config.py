@@ -12,8 +12,8 @@ from moe_ep_jit.problem import Problem
 class Config:
     """One rung. Weights are the MMA's M side, tokens its N side.
 
-    tile_n               tokens of a tile: 8, 16, 32, 64, 128, 160 or 192; tiles above 64 with at
-                         most half of them multiply half
+    tile_n               tokens of a tile: 8, 16, 32, 64, 128, 160 or 192; tiles above 64 multiply
+                         in quarters of it, as many as hold their rows
     num_math_warpgroups  4, 3 or 2, each with 64 weight rows at a time
     k_slices             math warpgroups that share 64 weight rows and split K, where K is long
     cluster              CTAs that share the loads of their tokens: 1 or 2

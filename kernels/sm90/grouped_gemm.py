@@ -29,6 +29,13 @@ from moe_ep_jit.layout import ceil_div, round_up
 
 SMEM_BYTES = 232_448  # of one CTA; more fails only at launch
 MAX_STAGES = 8
+#: Columns that a wide rung can multiply, the least that hold a tile's rows, by whether it is FP8:
+#: an expert's last tile often has few. Multiples of 16, as the epilogue wants. 160 columns serve
+#: one tile an expert, the others several. A fourth in bf16 would serialise the wgmmas (C7512).
+WIDTHS = {
+    True: {128: (128, 96, 64, 32), 160: (160, 144, 128, 64), 192: (192, 144, 96, 48)},
+    False: {128: (128, 96, 48), 160: (160, 128, 64), 192: (192, 128, 64)},
+}
 RESERVED_BYTES = 4096  # tile ring, barriers, alignment of the buffers: a few hundred are used
 
 
@@ -125,8 +132,7 @@ class GroupedGemm:
         self.strips = round_up(m, 128) // 64
         # A cluster's m-tiles are one step of the schedule.
         self.m_steps = ceil_div(self.strips, self.strips_per_tile * self.cluster)
-        # An expert's last tile often has few rows: wide rungs then multiply half of the columns.
-        self.widths = (self.tile_n, self.tile_n // 2) if self.tile_n > 64 else (self.tile_n,)
+        self.widths = WIDTHS[self.fp8].get(self.tile_n, (self.tile_n,))
         # Scales of the token operand: in the loop (32-blocks of the intermediate) or one a row.
         self.loop_sf = self.fp8 and not gate_up and not config.fold_intermediate
         self.has_row_sf = (self.fp8 and not self.loop_sf) or (gate_up and act == "nvfp4")
@@ -144,7 +150,7 @@ class GroupedGemm:
         self.blocks_per_stage = self.blocks_per_slice * self.k_slices
         self.k_stages = ceil_div(self.k_blocks, self.blocks_per_stage)
         # Rows that the epilogue stages at once: whole tiles where rows take little, or stages much.
-        half = self.widths[-1] if len(self.widths) > 1 else min(self.tile_n, 32)
+        half = self.tile_n // 2 if wide else min(self.tile_n, 32)
         self.chunk_n = self.tile_n if self.fp8 and (gate_up or self.tile_n > 64) else half
         if gate_up:
             # FP8 stages two rows in one.
@@ -182,10 +188,6 @@ class GroupedGemm:
         self.ring_slots = self.num_stages + 2
         ring_and_barriers = self.ring_slots * 32 + self.num_stages * 16 + 16 + 64
         self.smem_bytes = self.num_stages * self.stage_bytes + epilogue_bytes + ring_and_barriers
-
-    def chunk(self, n):
-        """Columns that the epilogue stages at once of a tile of ``n``."""
-        return min(n, self.chunk_n)
 
     @cute.jit
     def __call__(self, x: Int64, rows: Int32, args: GemmArgs, num_sms: Int32, stream):
@@ -428,22 +430,32 @@ class GroupedGemm:
                 # acquire: load wrote the tile before it released the tile's first stage
                 cute.arch.mbarrier_wait(shared.full + stage, phase)
             tile = self.read_tile(shared.ring + slot * 32)
-            if const_expr(len(self.widths) == 1):
-                stage, phase = self.tile(
-                    self.tile_n, acc, tile, stage, phase, count, place, shared, args
-                )
-            else:
-                if tile.rows > self.widths[1]:
-                    stage, phase = self.tile(
-                        self.widths[0], acc, tile, stage, phase, count, place, shared, args
-                    )
-                else:
-                    stage, phase = self.tile(
-                        self.widths[1], acc, tile, stage, phase, count, place, shared, args
-                    )
+            stage, phase = self.tile_in_width(
+                self.widths, acc, tile, stage, phase, count, place, shared, args
+            )
             slot = self.next_slot(slot)
             count += 1
             index += step
+
+    @cute.jit
+    def tile_in_width(
+        self, widths: cutlass.Constexpr, acc: cutlass.Constexpr, tile, stage, phase, count,
+        place: cutlass.Constexpr, shared, args
+    ):  # fmt: skip
+        """One tile in the least of ``widths``, the widest first, that holds its rows."""
+        if const_expr(len(widths) == 1):
+            stage, phase = self.tile(widths[0], acc, tile, stage, phase, count, place, shared, args)
+        else:
+            half = len(widths) // 2
+            if tile.rows > widths[half]:
+                stage, phase = self.tile_in_width(
+                    widths[:half], acc, tile, stage, phase, count, place, shared, args
+                )
+            else:
+                stage, phase = self.tile_in_width(
+                    widths[half:], acc, tile, stage, phase, count, place, shared, args
+                )
+        return stage, phase
 
     @cute.jit
     def tile(
@@ -451,6 +463,8 @@ class GroupedGemm:
         place: cutlass.Constexpr, shared, args
     ):  # fmt: skip
         """One tile in ``n`` columns: all of K, then the epilogue."""
+        # What follows from these anew for each width: registers would not hold it all.
+        place = place._replace(thread=ptx.keep(place.thread), lane=ptx.keep(place.lane))
         strip = tile.m_tile * self.strips_per_tile + place.strip
         constants = epilogue.fetch(self, n, tile, strip, place.thread, args)
         k_loop = mainloop.k_loop_e4m3 if const_expr(self.fp8) else mainloop.k_loop_bf16
