@@ -1,9 +1,9 @@
 """Times the layer on the presets: whole and by stage, eager and in a CUDA graph, with two floors.
 
 Protocol: random unit-scale data, a seed; weights come cold, since calls rotate over sets of weights
-whose active experts exceed the L2 cache together; a GPU backlog hides the host; each format and peer alone after a rest, medians of
-30 calls back to back after 10 others. ``--sustained`` adds a longer run of each, at the clock that
-the power allows.
+whose active experts exceed the L2 cache together; a GPU backlog hides the host; each format and
+peer alone after a rest, medians of 30 calls back to back after 10 others. ``--sustained`` adds a
+longer run of each, at the clock that the power allows.
 """
 
 from __future__ import annotations
