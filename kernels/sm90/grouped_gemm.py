@@ -33,7 +33,7 @@ MAX_STAGES = 8
 #: an expert's last tile often has few. Multiples of 16, as the epilogue wants. 160 columns serve
 #: one tile an expert, the others several. A fourth in bf16 would serialise the wgmmas (C7512).
 WIDTHS = {
-    True: {128: (128, 96, 64, 32), 160: (160, 144, 128, 64), 192: (192, 144, 96, 48)},
+    True: {128: (128, 96, 64), 160: (160, 144, 128, 64), 192: (192, 96)},
     False: {128: (128, 96, 48), 160: (160, 128, 64), 192: (192, 128, 64)},
 }
 RESERVED_BYTES = 4096  # tile ring, barriers, alignment of the buffers: a few hundred are used
