@@ -25,8 +25,9 @@ PRESETS = ["dsv3-ep8", "gptoss-120b"]
 KINDS = {"mxfp8": "mxf8f6f4.block_scale.block32", "nvfp4": "mxf4nvf4.block_scale.block16"}
 
 
-def small_job(kind, config, arch="sm_100a", x_kind="bf16"):
-    facts = FACTS.facts(Problem(**SIZES, format=kind, act=kind), kind, x_kind, config)
+def small_job(kind, config, arch="sm_100a", x_kind="bf16", **sizes):
+    problem = Problem(**(SIZES | sizes), format=kind, act=kind)
+    facts = FACTS.facts(problem, kind, x_kind, config)
     return precompile.Job("moe", facts, arch, FACTS.BUILD, FACTS.name(facts))
 
 
@@ -38,6 +39,11 @@ SMALL = [small_job(kind, config) for kind in KINDS for config in ladder(kind)]
 # Of the sister arch, and with a quantized x, where little differs: a rung each.
 SMALL += [small_job(kind, ladder(kind)[i], "sm_103a") for kind in KINDS for i in (0, -1)]
 SMALL += [small_job(kind, ladder(kind)[1], x_kind=kind) for kind in KINDS]
+# One part of a token a CTA or several: combine's loops differ, and spilled at 256 once.
+SMALL += [
+    small_job("nvfp4", ladder("nvfp4")[0], hidden=hidden, num_experts=8, top_k=top_k)
+    for hidden, top_k in ((256, 2), (1024, 8), (2048, 6))
+]
 IN_FULL = [
     job
     for preset in presets.load(PRESETS)
