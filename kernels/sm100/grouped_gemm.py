@@ -124,7 +124,7 @@ class GroupedGemm:
         self.m_steps = ceil_div(self.m_tiles, self.cluster)
         # What common/epilogue reads.
         self.act, self.strips = kind, 2 * self.m_tiles
-        self.chunk_n = min(self.tile_n, 32)
+        self.chunk_n = min(self.tile_n, 64)
         self.has_weight_sf = kind == "nvfp4"
         self.has_row_sf = kind == "nvfp4" and gate_up
         self.has_expert_sf = kind == "nvfp4" and not gate_up
@@ -353,7 +353,7 @@ class GroupedGemm:
 
     def width(self, rows):
         """Columns that the MMAs of a tile with ``rows`` live ones multiply: whole chunks of the
-        epilogue, which reads no others.
+        epilogue, which reads no others. Fewer than 64 would not be faster (docs/blackwell.md).
         """
         return (rows + (self.chunk_n - 1)) & ~(self.chunk_n - 1)
 
