@@ -27,8 +27,9 @@ DEVICE_MARKERS = (*ARCHES, "ranks")
 #: Where sm90's tests run: set before any test module is read.
 DEVICE, EMULATED, FULL = "cuda", False, False
 
-#: Whether sm100's run on the emulator: wherever no Blackwell GPU is, beside another GPU too.
-SM100_EMULATED = False
+#: Whether sm100's run on the emulator: wherever no Blackwell GPU is, beside another GPU too. And
+#: what of Hopper is compared with it, in tests for both.
+SM100_EMULATED, SM90_EMULATED = False, False
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -52,9 +53,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Before any test module is read: whether sm90's tests run on the emulator."""
-    global DEVICE, EMULATED, FULL, SM100_EMULATED
+    global DEVICE, EMULATED, FULL, SM100_EMULATED, SM90_EMULATED
     EMULATED = config.getoption("--emulate") or not torch.cuda.is_available()
     SM100_EMULATED = config.getoption("--emulate") or bool(_missing_arch("sm100"))
+    SM90_EMULATED = config.getoption("--emulate") or bool(_missing_arch("sm90"))
     DEVICE, FULL = "cpu" if EMULATED else "cuda", config.getoption("--full")
 
 

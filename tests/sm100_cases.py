@@ -6,6 +6,7 @@ hold the same numbers. Workspaces are poisoned (0xFF bytes, all but the control 
 
 from __future__ import annotations
 
+import itertools
 import os
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -54,6 +55,24 @@ def _rungs():
 
 
 RUNGS = list(_rungs())
+
+
+def _matrix():
+    """Both formats x hidden and intermediate x arch x rung, on all loads. Without --full the sister
+    arch alone meets one rung of each format; on a GPU there is its own arch only.
+    """
+    arches = ("sm_100a", "sm_103a") if SM100_EMULATED else (ARCH,)
+    multiples = ((64, 64), (128, 256), (256, 128), (320, 192))
+    for fmt, arch in itertools.product(BOUNDS, arches):
+        sizes = multiples if arch == arches[0] else ((64, 64), (192, 320))
+        for shape, config in itertools.product(sizes, variants.ladder("sm_100a", fmt)):
+            picked = {"mxfp8": 16, "nvfp4": 192}[fmt] == config.tile_n and shape == (64, 64)
+            marks = () if picked and arch == arches[-1] else pytest.mark.full
+            name = f"{fmt}-{arch}-h{shape[0]}-i{shape[1]}-n{config.tile_n}"
+            yield pytest.param(fmt, shape, arch, config, id=name, marks=marks)
+
+
+MATRIX = list(_matrix())
 
 
 @contextmanager
@@ -142,13 +161,13 @@ def make_inputs(tokens, hidden=SIZES[0], experts=EXPERTS):
     return x, ids, torch.rand(tokens, TOP_K, device=DEVICE)
 
 
-def inputs_of_loads(loads=LOADS):
+def inputs_of_loads(loads=LOADS, hidden=SIZES[0]):
     """Tokens whose slots, in random order, give each expert its load; what is over is skipped."""
     slots = torch.cat([torch.full((rows,), e) for e, rows in enumerate(loads)])
     tokens = -(-len(slots) // TOP_K)
     slots = torch.cat((slots, torch.full((tokens * TOP_K - len(slots),), -1)))
     ids = slots[torch.randperm(len(slots))].view(tokens, TOP_K).int().to(DEVICE)
-    x = torch.randn(tokens, SIZES[0], device=DEVICE).bfloat16()
+    x = torch.randn(tokens, hidden, device=DEVICE).bfloat16()
     return x, ids, torch.rand(tokens, TOP_K, device=DEVICE)
 
 

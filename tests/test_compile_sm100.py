@@ -25,8 +25,9 @@ PRESETS = ["dsv3-ep8", "gptoss-120b"]
 KINDS = {"mxfp8": "mxf8f6f4.block_scale.block32", "nvfp4": "mxf4nvf4.block_scale.block16"}
 
 
-def small_job(kind, config, arch="sm_100a", x_kind="bf16"):
-    facts = FACTS.facts(Problem(**SIZES, format=kind, act=kind), kind, x_kind, config)
+def small_job(kind, config, arch="sm_100a", x_kind="bf16", **sizes):
+    problem = Problem(**(SIZES | sizes), format=kind, act=kind)
+    facts = FACTS.facts(problem, kind, x_kind, config)
     return precompile.Job("moe", facts, arch, FACTS.BUILD, FACTS.name(facts))
 
 
@@ -38,6 +39,11 @@ SMALL = [small_job(kind, config) for kind in KINDS for config in ladder(kind)]
 # Of the sister arch, and with a quantized x, where little differs: a rung each.
 SMALL += [small_job(kind, ladder(kind)[i], "sm_103a") for kind in KINDS for i in (0, -1)]
 SMALL += [small_job(kind, ladder(kind)[1], x_kind=kind) for kind in KINDS]
+# One part of a token a CTA or several: combine's loops differ, and spilled at 256 once.
+SMALL += [
+    small_job("nvfp4", ladder("nvfp4")[0], hidden=hidden, num_experts=8, top_k=top_k)
+    for hidden, top_k in ((256, 2), (1024, 8), (2048, 6))
+]
 IN_FULL = [
     job
     for preset in presets.load(PRESETS)
@@ -105,6 +111,53 @@ def test_tensor_cores_are_asked_as_planned(compiled, job):
         assert len(re.findall(r"tcgen05\.dealloc", gemm)) == 1
 
 
+@pytest.mark.parametrize("job", JOBS, ids=lambda job: f"{job.arch}-{job.name}")
+def test_roles_are_as_planned(compiled, job):
+    """Each role's instructions stand once: nothing is unrolled, doubled or done by two roles."""
+    from moe_ep_jit.kernels.sm100.grouped_gemm import GroupedGemm
+
+    text, _ = compiled[job.arch, job.name]
+    facts = job.facts
+    hidden, intermediate = facts["hidden"], facts["intermediate"]
+    plans = [
+        GroupedGemm(
+            kind=facts["kind"],
+            gate_up=gate_up,
+            k=k,
+            m=m,
+            num_experts=facts["num_experts"],
+            config=variants.kernels_module(job.arch, "config").Config(**facts["config"]),
+        )
+        for gate_up, k, m in ((True, hidden, 2 * intermediate), (False, intermediate, hidden))
+    ]
+    found = []
+    for gemm in gemms_of(text):
+        counts = [
+            len(re.findall(rf"^\s*(?:@%\w+ )?{op}", gemm, flags=re.MULTILINE))
+            for op in (
+                r".*tcgen05\.mma\.",
+                r".*tcgen05\.cp\.",
+                r".*tcgen05\.commit\.",
+                r".*tcgen05\.ld\.",
+                r".*cp\.async\.bulk\.tensor\.",
+            )
+        ]
+        found.append(counts)
+    want = []
+    for plan in plans:
+        # The stage of the loop, and one of its own where K ends within a stage.
+        stages = [plan.steps] if plan.k_stages > 1 or plan.last_steps == plan.steps else []
+        stages += [plan.last_steps] if plan.last_steps != plan.steps else []
+        atoms = [-(-steps // plan.steps_per_atom) for steps in stages]
+        ahead = min(plan.num_stages, plan.k_stages)
+        copies = ahead + 2 + plan.sf_copies  # weights first, then weights, tokens, scales
+        commits = len(stages) + 1
+        want.append(
+            [sum(stages), sum(atoms) * (1 + plan.sf_blocks), commits, 1, copies],
+        )
+    assert sorted(found) == sorted(want)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_stages_and_columns_of_every_rung(kind):
     from moe_ep_jit.kernels.sm100.grouped_gemm import GroupedGemm
@@ -117,6 +170,8 @@ def test_stages_and_columns_of_every_rung(kind):
             assert gemm.num_stages * gemm.loaded_bytes // gemm.cluster >= IN_FLIGHT
             assert gemm.smem_bytes <= SHARED_LIMIT
             assert gemm.sfa_column >= 2 * config.tile_n  # two accumulators
+            widest = kind == "nvfp4" and config.tile_n == 192
+            assert gemm.sf_slots == (2 if widest else gemm.num_stages)
             assert gemm.tmem_columns <= TMEM_COLUMNS
             assert config.cluster == (2 if config.tile_n >= 128 else 1)
 

@@ -10,6 +10,7 @@ from sm100_cases import (
     CASES,
     DEVICE,
     EXPERTS,
+    MATRIX,
     MAX_TOKENS,
     RUNGS,
     SIZES,
@@ -27,6 +28,7 @@ from sm100_cases import (
 import moe_ep_jit as moe
 from moe_ep_jit import formats, layout, reference, variants
 from moe_ep_jit.formats import BlockScaled
+from moe_ep_jit.tools.emulator import tensor_memory
 
 pytestmark = [pytest.mark.sm100, pytest.mark.emulated]
 
@@ -68,6 +70,37 @@ def test_every_rung_on_all_loads(name, config):
     errors = reference.error(y, end_from_intermediate(layer, inputs, config))
     assert errors.whole < 2e-3, errors
     assert errors.worst_row < 6e-3, errors
+
+
+@pytest.mark.parametrize(("name", "sizes", "arch", "config"), MATRIX)
+def test_every_rung_on_all_loads_and_sizes(name, sizes, arch, config):
+    layer = make_layer(name, sizes, arch=arch)
+    inputs = inputs_of_loads(hidden=sizes[0])
+    assert_close(layer(*inputs, config=config), layer.want(*inputs), name)
+
+
+@pytest.mark.skipif(not SM100_EMULATED, reason="asks the emulator what was multiplied")
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    ("tile_n", "widths"),
+    [(8, {8}), (32, {32}), (128, {64, 128}), (192, {64, 128, 192})],
+)
+def test_last_tiles_multiply_the_columns_that_are_read(name, tile_n, widths, monkeypatch):
+    """Of experts with 0 to 192 rows, in whole chunks of the epilogue, 64 at most."""
+    found = set()
+    form = tensor_memory.Form
+
+    def noted(instruction, word):
+        made = form(instruction, word)
+        found.add(made.n)
+        return made
+
+    monkeypatch.setattr(tensor_memory, "Form", noted)
+    layer = make_layer(name)
+    config = next(c for c in variants.ladder("sm_100a", name) if c.tile_n == tile_n)
+    inputs = inputs_of_loads((0, 1, 31, 33, 64, 70, 100, 192))
+    assert_close(layer(*inputs, config=config), layer.want(*inputs), name)
+    assert found == widths
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
 """What Blackwell's kernels should take on a B200: computed, never measured.
 
 ``python -m moe_ep_jit.tools.predict`` prints the tables of docs/blackwell.md. Tiles are counted as
-the kernels cut them under uniform routing, padding included; rates are the data sheet's times what
-Hopper's kernels reach of theirs.
+the kernels cut them under uniform routing, the padding that is multiplied included; rates are the
+data sheet's times what Hopper's kernels reach of theirs.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from moe_ep_jit import variants
 from moe_ep_jit.kernels.sm100 import packing
 from moe_ep_jit.layout import ceil_div
 from moe_ep_jit.problem import Problem
-from moe_ep_jit.tools import presets
-from moe_ep_jit.tools.floors import CEILINGS, floors
+from moe_ep_jit.tools import floors, presets
 
 ARCH = "sm_100a"
 NUM_SMS = 148  # of a B200
@@ -23,6 +22,9 @@ NUM_SMS = 148  # of a B200
 #: Of the data sheet's rates, what the H200 gives of its own: 4.39 of 4.8 TB/s read; 1,979 TFLOP/s
 #: of which cuBLAS reaches 1,415 and these kernels four fifths of that.
 MEMORY_SHARE, MATH_SHARE = 0.91, 0.57
+#: Columns below which an MMA gains nothing: reading 128 rows x 32 bytes of weights from shared
+#: memory at 128 bytes a clock takes the 32 clocks that 64 columns take to multiply.
+LEAST_COLUMNS = 64
 #: A layer's five grids beyond their work: dsv3-ep8 and qwen3-30b at few tokens on the H200.
 FIXED_MS = 0.015
 
@@ -37,20 +39,23 @@ class Prediction:
     """Of one call.
 
     stages, in_flight  of the gate/up GEMM; bytes that an SM's stages hold
-    weight_gb, tflop   of the active experts, without padding
+    moved_gb           weights as they are packed, and every row that the five kernels read or write
+    tflop              of the active experts, without padding
     gemm_ms            both GEMMs; ``bound`` says by what: "memory" or "math"
+    l2_tbps            what the GEMMs' loads then ask of the L2 cache
     """
 
     tile_n: int
     cluster: int
     stages: int
     in_flight: int
-    weight_gb: float
+    moved_gb: float
     tflop: float
     floor_ms: float
     gemm_ms: float
     bound: str
     layer_ms: float
+    l2_tbps: float
 
 
 def predict(problem: Problem, tokens: int) -> Prediction:
@@ -61,8 +66,9 @@ def predict(problem: Problem, tokens: int) -> Prediction:
     config = variants.choose_rung(problem.with_(act=kind), ARCH, tokens, kind)
     rows = tokens * problem.top_k
     active = round(problem.num_experts * -math.expm1(rows * math.log1p(-1 / problem.num_experts)))
-    tiles = active * ceil_div(ceil_div(rows, active), config.tile_n)
-    ceilings = CEILINGS[kind]
+    per_expert = ceil_div(rows, active)
+    tiles = active * ceil_div(per_expert, config.tile_n)
+    ceilings = floors.CEILINGS[kind]
     gemms = [
         GroupedGemm(
             kind=kind, gate_up=gate_up, k=k, m=m, num_experts=problem.num_experts, config=config
@@ -72,16 +78,25 @@ def predict(problem: Problem, tokens: int) -> Prediction:
             (False, problem.intermediate, problem.hidden),
         )
     ]
-    memory_s = math_s = 0.0
+    token_bytes = floors.TOKEN_BITS[kind] / 8
+    # Each GEMM's rows: x and h in, h and bf16 out.
+    gemm_bytes = rows * (
+        (problem.hidden + 2 * problem.intermediate) * token_bytes + 2 * problem.hidden
+    )
+    math_s = loaded = 0.0
     for gemm in gemms:
-        blobs = active * gemm.m_tiles * gemm.k_stages
-        memory_s += blobs * gemm.w_bytes / (ceilings.read * MEMORY_SHARE)
+        gemm_bytes += active * gemm.m_tiles * gemm.k_stages * gemm.w_bytes
+        widths = [config.tile_n] * (per_expert // config.tile_n)
+        widths += [gemm.width(per_expert % config.tile_n)] if per_expert % config.tile_n else []
+        columns = sum(max(width, LEAST_COLUMNS) for width in widths) / len(widths)
         # The busiest CTAs decide: whole waves of tiles.
         workers = NUM_SMS // config.cluster
         waves = ceil_div(tiles * gemm.m_steps, workers)
-        flops = 2.0 * packing.TILE_M * config.cluster * config.tile_n * gemm.k * workers * waves
+        flops = 2.0 * packing.TILE_M * config.cluster * columns * gemm.k * workers * waves
         math_s += flops / (ceilings.flops * MATH_SHARE)
-    floor = floors(problem, kind, kind, tokens, rows, active)
+        loaded += tiles * gemm.m_steps * gemm.k_stages * gemm.loaded_bytes
+    memory_s = gemm_bytes / (ceilings.read * MEMORY_SHARE)
+    floor = floors.floors(problem, kind, kind, tokens, rows, active)
     copies_s = (floor.dispatch_bytes + floor.combine_bytes) / (ceilings.copy * MEMORY_SHARE)
     gemm_ms = max(memory_s, math_s) * 1e3
     return Prediction(
@@ -89,21 +104,22 @@ def predict(problem: Problem, tokens: int) -> Prediction:
         config.cluster,
         gemms[0].num_stages,
         gemms[0].num_stages * gemms[0].loaded_bytes // config.cluster,
-        floor.weight_bytes / 1e9,
+        (gemm_bytes + floor.dispatch_bytes + floor.combine_bytes) / 1e9,
         floor.flops / 1e12,
         floor.layer_ms,
         gemm_ms,
         "memory" if memory_s >= math_s else "math",
         gemm_ms + copies_s * 1e3 + FIXED_MS,
+        loaded / gemm_ms / 1e9,
     )
 
 
 def table() -> str:
     """All presets and token counts, as Markdown."""
     lines = [
-        "| preset | tokens | format | tile x CTAs | stages, KB in flight | weights GB | TFLOP |"
-        " floor ms | predicted ms | ruled by |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| preset | tokens | format | tile x CTAs | stages, KB in flight | GB moved | TFLOP |"
+        " floor ms | predicted ms | ruled by | L2 TB/s |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for preset in presets.load(()):
         for fmt in ("mxfp8", "nvfp4"):
@@ -111,8 +127,8 @@ def table() -> str:
                 p = predict(preset.problem(fmt), tokens)
                 lines.append(
                     f"| {preset.name} | {tokens} | {fmt} | {p.tile_n} x {p.cluster} |"
-                    f" {p.stages}, {p.in_flight // 1024} | {p.weight_gb:.2f} | {p.tflop:.3g} |"
-                    f" {p.floor_ms:.3f} | {p.layer_ms:.3f} | {p.bound} |"
+                    f" {p.stages}, {p.in_flight // 1024} | {p.moved_gb:.2f} | {p.tflop:.3g} |"
+                    f" {p.floor_ms:.3f} | {p.layer_ms:.3f} | {p.bound} | {p.l2_tbps:.1f} |"
                 )
     return "\n".join(lines)
 

@@ -5,7 +5,7 @@ output.
 from typing import NamedTuple
 
 import cutlass
-from cutlass import BFloat16, Float16, Float32, Float64, Int32, Int64, cute, memory
+from cutlass import BFloat16, Float16, Float32, Float64, Int32, Int64, cute, memory, select_
 
 from moe_ep_jit import layout
 from moe_ep_jit.kernels.common import ptx
@@ -75,17 +75,21 @@ class Combine:
     @cute.jit
     def weight(self, args, token, k):
         """A top-k weight, of whichever type the call's are, as Float32."""
-        at = args.topk_weights
-        index = Int64(token) * args.topk_weights_stride + k
+        types = layout.TOPK_WEIGHT_TYPES
+        kind = args.topk_weights_type
+        # One address for all types: of each its own, ptxas carries four around the loop and spills.
+        is_half = (kind == types["bfloat16"]) | (kind == types["float16"])
+        size = select_(kind == types["float64"], Int32(8), select_(is_half, Int32(2), Int32(4)))
+        at = args.topk_weights + (Int64(token) * args.topk_weights_stride + k) * size
         weight = Float32(0.0)
-        if args.topk_weights_type == layout.TOPK_WEIGHT_TYPES["float32"]:
-            weight = ptx.load(Float32, at + index * 4)
-        elif args.topk_weights_type == layout.TOPK_WEIGHT_TYPES["bfloat16"]:
-            weight = Float32(ptx.load(BFloat16, at + index * 2))
-        elif args.topk_weights_type == layout.TOPK_WEIGHT_TYPES["float16"]:
-            weight = Float32(ptx.load(Float16, at + index * 2))
+        if kind == types["float32"]:
+            weight = ptx.load(Float32, at)
+        elif kind == types["bfloat16"]:
+            weight = Float32(ptx.load(BFloat16, at))
+        elif kind == types["float16"]:
+            weight = Float32(ptx.load(Float16, at))
         else:
-            weight = Float32(ptx.load(Float64, at + index * 8))
+            weight = Float32(ptx.load(Float64, at))
         return weight
 
     @cute.jit

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from cuda.bindings.driver import CUstream
@@ -143,6 +144,29 @@ class Forward:
                 topk_weights, topk_weights_stride, topk_weights_type, y, out, out_stride
             )
             self.combine(route, target, num_sms, stream)
+
+
+def layer(
+    facts: dict[str, Any], operand: str, gemm: Callable[..., Any], fold: Fold | None = None
+) -> Forward:
+    """The kernels of one rung, from ``facts.facts``.
+
+    operand  what the MMA's token side is
+    gemm     makes the arch's GroupedGemm of ``gate_up``, ``k`` and ``m``
+    """
+    hidden, intermediate = facts["hidden"], facts["intermediate"]
+    return Forward(
+        hidden=hidden,
+        num_experts=facts["num_experts"],
+        top_k=facts["top_k"],
+        operand=operand,
+        act=facts["act"],
+        x_kind=facts["x_kind"],
+        tile_n=facts["config"]["tile_n"],
+        gate_up=gemm(gate_up=True, k=hidden, m=2 * intermediate),
+        down=gemm(gate_up=False, k=intermediate, m=hidden),
+        fold=fold,
+    )
 
 
 def compile_forward(forward: Forward, options: str) -> Any:

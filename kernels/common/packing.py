@@ -6,15 +6,21 @@ that a warp gets of an accumulator, meet in one thread.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 
 from moe_ep_jit.layout import round_up
+from moe_ep_jit.problem import Problem
 
 PAD = 128  # M and K are padded to multiples of this
 PAIR_ROWS = 8  # gate rows, then as many up rows
+
+
+#: Name -> (shape, dtype).
+Specs = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 class Rows(NamedTuple):
@@ -48,6 +54,27 @@ def pad(x: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
     out = x.new_zeros(rows, columns)
     out[: x.shape[0], : x.shape[1]] = x
     return out
+
+
+def tensor_specs(problem: Problem, matrix: Callable[[int, int], Specs]) -> Specs:
+    """Every tensor that prepared weights hold.
+
+    matrix  what a weight matrix of an expert becomes, from its M and K after padding: suffix of the
+            matrix's name -> (shape, dtype)
+    """
+    experts, specs = problem.num_local_experts, {}
+    for name, rows, k in (
+        ("w13", 2 * problem.intermediate, problem.hidden),
+        ("w2", problem.hidden, problem.intermediate),
+    ):
+        m, k = padded_shape(rows, k)
+        for suffix, (shape, dtype) in matrix(m, k).items():
+            specs[name + suffix] = ((experts, *shape), dtype)
+        if problem.bias:
+            specs[f"{name}_bias"] = ((experts, m), torch.float32)
+    if problem.act == "nvfp4":
+        specs["h_global_scale"] = ((experts,), torch.float32)
+    return specs
 
 
 @lru_cache

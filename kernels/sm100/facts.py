@@ -1,42 +1,7 @@
-"""What one compiled object of the layer depends on, without importing the compiler."""
+"""What one compiled object depends on (``common/facts.py``), and what builds it."""
 
-from __future__ import annotations
+from moe_ep_jit.kernels.common.facts import facts, name
 
-from dataclasses import asdict
-from typing import Any
-
-from moe_ep_jit.kernels.sm100.config import Config
-from moe_ep_jit.problem import Problem
+__all__ = ["BUILD", "facts", "name"]
 
 BUILD = "moe_ep_jit.kernels.sm100.forward:compile_op"
-
-
-def facts(problem: Problem, kind: str, x_kind: str, config: Config) -> dict[str, Any]:
-    """Everything that selects the code of one object; JSON-able.
-
-    kind    layout of the prepared weights: "mxfp8" or "nvfp4"
-    x_kind  what a call passes as x: "bf16", or BlockScaled "mxfp8" or "nvfp4"
-    """
-    return {
-        "hidden": problem.hidden,
-        "intermediate": problem.intermediate,
-        "num_experts": problem.num_experts,
-        "top_k": problem.top_k,
-        "kind": kind,
-        "act": problem.act,
-        "x_kind": x_kind,
-        "config": asdict(config),
-    }
-
-
-def name(facts: dict[str, Any]) -> str:
-    """A readable folder name for an object."""
-    config = facts["config"]
-    parts = [
-        f"{facts['kind']}-{facts['act']}",
-        f"h{facts['hidden']}-i{facts['intermediate']}-e{facts['num_experts']}-k{facts['top_k']}",
-        f"n{config['tile_n']}",
-    ]
-    if facts["x_kind"] != "bf16":
-        parts.append(f"x_{facts['x_kind']}")
-    return "moe-" + "-".join(parts)

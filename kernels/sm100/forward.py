@@ -2,35 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
-from moe_ep_jit.kernels.common.forward import Forward, compile_forward
+from moe_ep_jit.kernels.common.forward import compile_forward, layer
 from moe_ep_jit.kernels.sm100.config import Config
 from moe_ep_jit.kernels.sm100.grouped_gemm import GroupedGemm
 from moe_ep_jit.kernels.sm100.packing import OPERANDS
 
 
-def forward(
-    *, hidden: int, intermediate: int, num_experts: int, top_k: int, kind: str, act: str,
-    x_kind: str, config: Config
-) -> Forward:  # fmt: skip
-    """The kernels of one rung; the arguments are ``facts.facts``."""
-    common = {"kind": kind, "num_experts": num_experts, "config": config}
-    return Forward(
-        hidden=hidden,
-        num_experts=num_experts,
-        top_k=top_k,
-        operand=OPERANDS[kind],
-        act=act,
-        x_kind=x_kind,
-        tile_n=config.tile_n,
-        gate_up=GroupedGemm(gate_up=True, k=hidden, m=2 * intermediate, **common),
-        down=GroupedGemm(gate_up=False, k=intermediate, m=hidden, **common),
-    )
-
-
 def compile_op(facts: dict[str, Any], options: str) -> Any:
     """Compile the object that ``facts`` (from ``facts.facts``) describes."""
-    facts = dict(facts)
-    config = Config(**facts.pop("config"))
-    return compile_forward(forward(**facts, config=config), options)
+    config, kind = Config(**facts["config"]), facts["kind"]
+    gemm = partial(GroupedGemm, kind=kind, num_experts=facts["num_experts"], config=config)
+    return compile_forward(layer(facts, OPERANDS[kind], gemm), options)

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 import cutlass
-from cutlass import Int16, Int32, Int64, Uint8, const_expr, cute, memory
+from cutlass import Int16, Int32, Int64, Uint8, const_expr, cute, memory, select_
 from cutlass.cute.nvgpu import cpasync, tcgen05
 
 from moe_ep_jit import layout
@@ -17,6 +17,7 @@ from moe_ep_jit.layout import ceil_div, round_up
 
 SMEM_BYTES = 232_448  # of one CTA; more fails only at launch
 MAX_STAGES = 12
+RING = 8  # tiles that the schedule is ahead of the role that is last
 RESERVED_BYTES = 3072  # barriers, alignment of the buffers: a few hundred are used
 LINE = 128  # bytes of a row in shared memory, and of what TMA counts weights and scales in
 
@@ -28,8 +29,8 @@ class Tile(NamedTuple):
     m_tile: Int32
     n_tile: Int32
     first_row: Int32
-    column: Int32  # of the n-tile, that first_row is at
     rows: Int32  # live ones from there on
+    column: Int32  # of the n-tile, that first_row is at
 
 
 class Place(NamedTuple):
@@ -50,12 +51,15 @@ class Shared(NamedTuple):
     staging: Int32  # warpgroups x rows that the epilogue stages at once
     amax: Int32  # warpgroups x chunk_n x 4 warps
     columns: Int32  # warpgroups x tile_n x (fp32 scale, then int32 slot)
+    ring: Int32  # RING tiles, all but their column
     num_tiles: Int32  # n-tiles of this call
     base: Int32  # first column of tensor memory
     full: cute.Pointer
     empty: cute.Pointer
     acc_full: cute.Pointer
     acc_empty: cute.Pointer
+    tile_full: cute.Pointer
+    tile_empty: cute.Pointer
 
 
 class Copies(NamedTuple):
@@ -73,26 +77,31 @@ class GroupedGemm:
     """One persistent CTA an SM, or pair of CTAs on two; a tile is 128 weight rows a CTA x tile_n
     rows of an expert x all of K. Of a pair, CTA 0 leads: it alone issues MMAs.
 
-    Roles: warp 0 load; warp 1 scale copy and mma, in one thread; warp 2 tensor memory; warp 3 idle;
-    warps 4-7 and 8-11 epilogue, each warpgroup 64 of the packed rows.
+    Roles: warp 0 load; warp 1 scale copy and mma, in one thread; warp 2 tensor memory; warp 3
+    schedule; warps 4-7 and 8-11 epilogue, each warpgroup 64 of the packed rows.
 
     full       load -> mma        leader's: 1 arrive + the bytes that TMA brings to all its CTAs
     empty      mma -> load        each CTA's: 1 commit of the stage's MMAs
     acc_full   mma -> epilogue    each CTA's: 1 commit of the tile's MMAs
     acc_empty  epilogue -> mma    leader's: 1 arrive of each epilogue warp of all its CTAs, once it
                                   has read its part of the accumulator
+    tile_full  schedule -> all    each CTA's: 1 arrive
+    tile_empty all -> schedule    each CTA's: 1 arrive of each warp that has read the tile: load,
+                                  epilogue, and mma in the leader
 
+    schedule:  reads the tile list ahead of the others, who would each wait for global memory.
     load:      before the grid before has ended: the first tile's weights. Then for each stage of
                each tile: wait empty, expect bytes, copy. Runs on into the next tile. A pair's CTAs
                load their own weights and half of the tokens, and multicast half of the tokens'
                scales each.
     mma:       wait acc_empty, then for each stage: wait full, copy scales to tensor memory, four
-               MMAs, commit empty; commit acc_full. Two accumulators take turns.
+               MMAs, commit empty; commit acc_full. Two accumulators take turns. An expert's last
+               tile multiplies only as many columns as the epilogue reads (``width``).
     epilogue:  fetch scales, biases and slots; wait acc_full; the tile's live columns in chunks from
                tensor memory to registers and on to memory, while the next tile is multiplied.
 
-    Tensor memory, in columns: two accumulators, then the weights' scales of a stage, then the
-    tokens'. The order of the tiles is ``common/schedule.py``'s.
+    Tensor memory, in columns: two accumulators, then for each stage, or two by turns, the weights'
+    scales and the tokens'. The order of the tiles is ``common/schedule.py``'s.
     """
 
     threads = 384
@@ -115,7 +124,7 @@ class GroupedGemm:
         self.m_steps = ceil_div(self.m_tiles, self.cluster)
         # What common/epilogue reads.
         self.act, self.strips = kind, 2 * self.m_tiles
-        self.chunk_n = min(self.tile_n, 32)
+        self.chunk_n = min(self.tile_n, 64)
         self.has_weight_sf = kind == "nvfp4"
         self.has_row_sf = kind == "nvfp4" and gate_up
         self.has_expert_sf = kind == "nvfp4" and not gate_up
@@ -145,15 +154,7 @@ class GroupedGemm:
         self.sf_bytes = self.sf_copies * self.sf_lines * LINE
 
     def plan_memory(self):
-        """Columns of tensor memory; stages: as many as fit beside the epilogue's buffers."""
-        # An accumulator begins on a multiple of 32 columns, as in all published kernels.
-        self.acc_pitch = round_up(self.tile_n, 32)
-        self.sfa_column = 2 * self.acc_pitch
-        self.sfb_column = self.sfa_column + 4 * self.atoms
-        used = self.sfb_column + 4 * self.atoms * self.sf_blocks
-        self.tmem_columns = max(32, 1 << (used - 1).bit_length())
-        assert self.tmem_columns <= tmem.COLUMNS, f"{used} columns of tensor memory"
-
+        """Stages: as many as fit beside the epilogue's buffers; columns of tensor memory."""
         self.value_bytes = packing.TILE_M * packing.ROW_BYTES
         self.w_bytes = packing.blob_bytes(self.kind)
         self.w_pitch = round_up(self.w_bytes, 1024)  # where a swizzled operand may begin
@@ -165,10 +166,22 @@ class GroupedGemm:
             MAX_STAGES, (SMEM_BYTES - epilogue_bytes - RESERVED_BYTES) // self.stage_bytes
         )
         assert self.num_stages >= 3, f"{self.stage_bytes} bytes a stage leave no room for three"
-        barriers = (2 * self.num_stages + 4) * 8 + 32
+        barriers = (2 * self.num_stages + 4 + 2 * RING) * 8 + RING * 32 + 32
         self.smem_bytes = self.num_stages * self.stage_bytes + epilogue_bytes + barriers
         # What a full stage has received, in all its CTAs.
         self.loaded_bytes = self.cluster * (self.w_bytes + self.token_bytes + self.sf_bytes)
+
+        # An accumulator begins on a multiple of 32 columns, as in all published kernels.
+        self.acc_pitch = round_up(self.tile_n, 32)
+        self.sfa_column = 2 * self.acc_pitch
+        # The scales of each stage have columns of their own where there are as many, else two
+        # stages by turns: why is in docs/blackwell.md.
+        self.sf_columns = 4 * self.atoms * (1 + self.sf_blocks)
+        fits = self.sfa_column + self.num_stages * self.sf_columns <= tmem.COLUMNS
+        self.sf_slots = self.num_stages if fits else 2
+        used = self.sfa_column + self.sf_slots * self.sf_columns
+        self.tmem_columns = max(32, 1 << (used - 1).bit_length())
+        assert self.tmem_columns <= tmem.COLUMNS, f"{used} columns of tensor memory"
 
     @cute.jit
     def __call__(self, x: Int64, rows: Int32, args: GemmArgs, num_sms: Int32, stream):
@@ -231,6 +244,10 @@ class GroupedGemm:
                     cute.arch.mbarrier_init(shared.acc_full + i, 1)
                     arrivals = self.epilogue_warps * self.cluster
                     cute.arch.mbarrier_init(shared.acc_empty + i, arrivals)
+                for i in cutlass.range_constexpr(RING):
+                    cute.arch.mbarrier_init(shared.tile_full + i, 1)
+                    readers = self.epilogue_warps + select_(rank == 0, Int32(2), Int32(1))
+                    cute.arch.mbarrier_init(shared.tile_empty + i, readers)
         if warp == 2:
             tmem.allocate(shared.base, self.tmem_columns, self.cluster)
             tmem.fence_before()
@@ -243,13 +260,15 @@ class GroupedGemm:
         tmem.fence_after()
         base = ptx.load_shared(Int32, shared.base)
         if warp == 0:
-            self.load(copies, shared, rank, args)
+            self.load(copies, shared, rank, thread)
         elif warp == 1:
             if rank == 0:
-                self.mma(shared, base)
+                self.mma(shared, base, thread)
+        elif warp == 3:
+            self.schedule(shared, rank, args)
         elif warp >= 4:
             cute.arch.griddepcontrol_wait()
-            self.finish(shared, base, thread, rank, args)
+            self.finish(shared, base, thread, args)
         # The other CTA may still arrive at this one's barriers, or multiply from its memory.
         tmem.fence_before()
         sync_cluster(self.cluster)
@@ -269,9 +288,10 @@ class GroupedGemm:
                     128, ptx.SMEM),
             sSF,
         )  # fmt: skip
-        sizes = (2 * self.staging_bytes, 2 * self.chunk_n * 16, 2 * self.tile_n * 8, 16, 16)
+        epilogue_sizes = (2 * self.staging_bytes, 2 * self.chunk_n * 16, 2 * self.tile_n * 8)
+        sizes = (*epilogue_sizes, RING * 32, 16, 16)
         addresses = [Int32(smem.allocate(size, 128).toint()) for size in sizes]
-        counts = (self.num_stages, self.num_stages, 2, 2)
+        counts = (self.num_stages, self.num_stages, 2, 2, RING, RING)
         barriers = [smem.allocate_array(Int64, count) for count in counts]
         return Shared(w, x, x_sf, *addresses, *barriers)
 
@@ -288,33 +308,80 @@ class GroupedGemm:
         # release: to TMA and the tensor core, behind the barrier that follows
         cute.arch.fence_proxy("async.shared", space="cta")
 
-    @cute.jit
-    def load(self, copies, shared, rank, args):
-        """The role of warp 0."""
-        stage, phase = Int32(0), Int32(1)  # the first pass finds every stage free
+    def steps_of(self, shared):
+        """This CTA's (or pair's) first entry of the schedule, the step to its next, and the end."""
         block, _, _ = cute.arch.block_idx()
         grid, _, _ = cute.arch.grid_dim()
-        index, step = block // self.cluster, grid // self.cluster
-        num_steps = ptx.load_shared(Int32, shared.num_tiles) * self.m_steps
+        end = ptx.load_shared(Int32, shared.num_tiles) * self.m_steps
+        return block // self.cluster, grid // self.cluster, end
+
+    @cute.jit
+    def schedule(self, shared, rank, args):
+        """The role of warp 3. It reads what route wrote, past L1, and waits for no grid."""
+        count = Int32(0)
+        index, step, end = self.steps_of(shared)
+        while index < end:
+            tile = self.tile_at(index, rank, args)
+            slot = count & (RING - 1)
+            # acquire: all roles have read what the slot held; the first pass finds it free
+            cute.arch.mbarrier_wait(shared.tile_empty + slot, ((count // RING) & 1) ^ 1)
+            with cute.arch.elect_one():
+                for i in cutlass.range_constexpr(len(tile) - 1):
+                    ptx.store_shared(Int32, shared.ring + slot * 32 + 4 * i, tile[i])
+                # release: the tile is visible to all roles of this CTA
+                cute.arch.mbarrier_arrive(shared.tile_full + slot)
+            count += 1
+            index += step
+
+    @cute.jit
+    def read_tile(self, shared, count):
+        """This CTA's tile number ``count``, from the ring."""
+        slot = count & (RING - 1)
+        # acquire: schedule has written the tile
+        cute.arch.mbarrier_wait(shared.tile_full + slot, (count // RING) & 1)
+        at = shared.ring + slot * 32
+        fields = [ptx.load_shared(Int32, at + 4 * i) for i in range(len(Tile._fields) - 1)]
+        return Tile(*fields, Int32(0))
+
+    @cute.jit
+    def release_tile(self, shared, count, thread):
+        """By one warp, which has read the tile."""
+        cute.arch.sync_warp()
+        if (thread & 31) == 0:
+            # release: schedule may overwrite the slot
+            cute.arch.mbarrier_arrive(shared.tile_empty + (count & (RING - 1)))
+
+    def width(self, rows):
+        """Columns that the MMAs of a tile with ``rows`` live ones multiply: whole chunks of the
+        epilogue, which reads no others. Fewer than 64 would not be faster (docs/blackwell.md).
+        """
+        return (rows + (self.chunk_n - 1)) & ~(self.chunk_n - 1)
+
+    @cute.jit
+    def load(self, copies, shared, rank, thread):
+        """The role of warp 0."""
+        stage, phase, count = Int32(0), Int32(1), Int32(0)  # the first pass finds every stage free
+        index, step, end = self.steps_of(shared)
         # The first tile's weights, while the kernel before still makes its rows.
         ahead = min(self.num_stages, self.k_stages)
-        first = index
-        if index < num_steps:
-            tile = self.tile_at(index, rank, args, ptx.load_relaxed)
+        if index < end:
+            tile = self.read_tile(shared, count)
             for k_stage in cutlass.range_constexpr(ahead):
                 self.load_weights(copies, tile, Int32(k_stage), Int32(k_stage), rank, shared)
         # Everything but the prepared weights comes from the kernels before.
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
-        while index < num_steps:
-            tile = self.tile_at(index, rank, args, ptx.load_global)
+        while index < end:
+            tile = self.read_tile(shared, count)
+            self.release_tile(shared, count, thread)
             for k_stage in cutlass.range(self.k_stages, unroll=1):
                 # acquire: the MMAs that read the stage are done
                 cute.arch.mbarrier_wait(shared.empty + stage, phase)
-                if (index != first) | (k_stage >= ahead):
+                if (count > 0) | (k_stage >= ahead):
                     self.load_weights(copies, tile, k_stage, stage, rank, shared)
                 self.load_tokens(copies, tile, k_stage, stage, rank, shared)
                 stage, phase = mainloop.advance(self, stage, phase)
+            count += 1
             index += step
 
     @cute.jit
@@ -338,7 +405,9 @@ class GroupedGemm:
     def load_tokens(self, copies, tile, k_stage, stage, rank, shared):
         """Copy this CTA's tokens of a stage, and its share of their block scales."""
         full = shared.full + stage
-        mX = cute.domain_offset((tile.first_row + rank * self.token_rows, 0), copies.mX)
+        # Each CTA of a pair holds half of the columns that are multiplied.
+        first_row = tile.first_row + rank * (self.width(tile.rows) // self.cluster)
+        mX = cute.domain_offset((first_row, 0), copies.mX)
         gX = cute.local_tile(mX, (self.token_rows, LINE), (0, k_stage))
         source, target = self.one_copy(copies.x, 0, 1, gX, shared.x, stage)
         cute.copy(copies.x, source, target, tma_bar_ptr=full)
@@ -364,30 +433,29 @@ class GroupedGemm:
         return of, to[(None, stage)]
 
     @cute.jit
-    def tile_at(self, index, rank, args, load: cutlass.Constexpr):
-        step = step_at(index, self.m_steps, self.tile_n, args, load)
+    def tile_at(self, index, rank, args):
+        step = step_at(index, self.m_steps, self.tile_n, args, ptx.load_relaxed)
         rows = cutlass.min(step.expert_rows - step.first, self.tile_n)
         m_tile = step.m_step * self.cluster + rank
         first_row = step.expert_row + step.first
-        return Tile(step.expert, m_tile, step.n_tile, first_row, Int32(0), rows)
+        return Tile(step.expert, m_tile, step.n_tile, first_row, rows, Int32(0))
 
     @cute.jit
-    def mma(self, shared, base):
+    def mma(self, shared, base, thread):
         """The role of warp 1 of the leading CTA. The whole warp waits and counts, one thread,
         always the same, asks the tensor core: a loop of MMAs in one thread's branch crashes ptxas.
         """
         stage, phase, count = Int32(0), Int32(0), Int32(0)
-        block, _, _ = cute.arch.block_idx()
-        grid, _, _ = cute.arch.grid_dim()
-        index, step = block // self.cluster, grid // self.cluster
-        num_steps = ptx.load_shared(Int32, shared.num_tiles) * self.m_steps
-        while index < num_steps:
+        index, step, end = self.steps_of(shared)
+        while index < end:
+            width = self.width(self.read_tile(shared, count).rows)
+            self.release_tile(shared, count, thread)
             buffer = count & 1
             # acquire: every epilogue warp has read the accumulator; the first two find it free
             cute.arch.mbarrier_wait(shared.acc_empty + buffer, ((count >> 1) & 1) ^ 1)
             tmem.fence_after()
             accumulator = base + buffer * self.acc_pitch
-            stage, phase = mainloop.k_loop(self, accumulator, base, stage, phase, shared)
+            stage, phase = mainloop.k_loop(self, accumulator, width, base, stage, phase, shared)
             # release: the tile's product is visible to the epilogue warps, of both CTAs
             with cute.arch.elect_one():
                 tmem.commit(self.cluster, shared.acc_full + buffer)
@@ -395,18 +463,16 @@ class GroupedGemm:
             index += step
 
     @cute.jit
-    def finish(self, shared, base, thread, rank, args):
+    def finish(self, shared, base, thread, args):
         """The role of the epilogue warpgroups."""
         wg = cute.arch.make_warp_uniform(thread // 128) - 1
         thread, lane = ptx.keep(thread & 127), ptx.keep(thread & 31)
         place = Place(wg, thread, thread >> 5, lane)
         count = Int32(0)
-        block, _, _ = cute.arch.block_idx()
-        grid, _, _ = cute.arch.grid_dim()
-        index, step = block // self.cluster, grid // self.cluster
-        num_steps = ptx.load_shared(Int32, shared.num_tiles) * self.m_steps
-        while index < num_steps:
-            tile = self.tile_at(index, rank, args, ptx.load_global)
+        index, step, end = self.steps_of(shared)
+        while index < end:
+            tile = self.read_tile(shared, count)
+            self.release_tile(shared, count, thread)
             buffer, parity = count & 1, (count >> 1) & 1
             accumulator = base + buffer * self.acc_pitch
             epilogue.finish_tile(self, tile, accumulator, buffer, parity, place, shared, args)

@@ -20,13 +20,8 @@ from __future__ import annotations
 
 import torch
 
-from moe_ep_jit.kernels.common.packing import (
-    Rows,
-    pack_swizzled,
-    pad,
-    padded_shape,
-    unpack_swizzled,
-)
+from moe_ep_jit.kernels.common import packing
+from moe_ep_jit.kernels.common.packing import Rows, Specs, pack_swizzled, pad, unpack_swizzled
 from moe_ep_jit.layout import ceil_div, round_up
 from moe_ep_jit.problem import Problem
 
@@ -60,24 +55,15 @@ def blob_bytes(kind: str) -> int:
     return TILE_M * ROW_BYTES + atoms(kind) * ATOM_BYTES
 
 
-def tensor_specs(problem: Problem, kind: str) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+def tensor_specs(problem: Problem, kind: str) -> Specs:
     """Name -> (shape, dtype) of every tensor that prepared weights of this kind hold."""
-    experts = problem.num_local_experts
-    specs = {}
-    for name, rows, k in (
-        ("w13", 2 * problem.intermediate, problem.hidden),
-        ("w2", problem.hidden, problem.intermediate),
-    ):
-        m, _ = padded_shape(rows, k)
-        blobs = (experts, m // TILE_M, ceil_div(k, BLOB_K[kind]), blob_bytes(kind))
-        specs[name] = (blobs, torch.uint8)
-        if kind == "nvfp4":
-            specs[f"{name}_sf"] = ((experts, m), torch.float32)
-        if problem.bias:
-            specs[f"{name}_bias"] = ((experts, m), torch.float32)
-    if problem.act == "nvfp4":
-        specs["h_global_scale"] = ((experts,), torch.float32)
-    return specs
+
+    def matrix(m: int, k: int) -> Specs:
+        blobs = (m // TILE_M, ceil_div(k, BLOB_K[kind]), blob_bytes(kind))
+        specs = {"": (blobs, torch.uint8)}
+        return specs | ({"_sf": ((m,), torch.float32)} if kind == "nvfp4" else {})
+
+    return packing.tensor_specs(problem, matrix)
 
 
 def _blob_order(rows: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,8 @@ of both CTAs of a pair, which the even one issues: it names the same shared and 
 addresses in both.
 """
 
+from typing import NamedTuple
+
 from cutlass import Float32, Int16, Int32, Int64
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
@@ -72,23 +74,31 @@ def scale_descriptor(address):
     return Int64(_SCALES) + Int64(address >> 4)
 
 
-def mma(kind, ctas, n, d, a, b, sfa, sfb, scale_byte, adds):
-    """Issue D (+)= A B^T with block scales: 128 rows a CTA, ``n`` columns, 32 bytes of K. One
-    thread.
+class Target(NamedTuple):
+    """Columns of an accumulator; a multiple of 16, or of 8 with one CTA."""
 
-    d, sfa, sfb  columns of the accumulator and of both sides' scales
+    first: Int32
+    count: Int32
+
+
+def mma(kind, ctas, target, a, b, sfa, sfb, scale_byte, adds):
+    """Issue D (+)= A B^T with block scales: 128 rows a CTA, ``target``'s columns, 32 bytes of K.
+    One thread.
+
     a, b         descriptors
+    sfa, sfb     columns of both sides' scales
     scale_byte   of the scales' words, from which on they are this K's
     adds         Int32: 0 to overwrite D
     """
     opcode, form = KINDS[kind]
-    form |= n >> 3 << 17 | ctas * 128 >> 7 << 27 | scale_byte << 29 | scale_byte << 4
+    form |= ctas * 128 >> 7 << 27 | scale_byte << 29 | scale_byte << 4
     code = (
         f"{{.reg .pred p; setp.ne.b32 p, $5, 0; tcgen05.mma.cta_group::{ctas}.kind::{opcode}"
         f" [$0], $1, $2, $6, [$3], [$4], p;}}"
     )
     form = form - (1 << 32) if form >= 1 << 31 else form
-    args = (Int32(d), Int64(a), Int64(b), Int32(sfa), Int32(sfb), Int32(adds), Int32(form))
+    form = Int32(form) | (target.count << (17 - 3))  # columns / 8 from bit 17 on
+    args = (target.first, Int64(a), Int64(b), Int32(sfa), Int32(sfb), Int32(adds), form)
     _do(code, "r,l,l,r,r,r,r", *args)
 
 

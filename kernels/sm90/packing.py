@@ -25,12 +25,13 @@ from functools import lru_cache
 
 import torch
 
+from moe_ep_jit.kernels.common import packing
 from moe_ep_jit.kernels.common.packing import (
     PAD,
     Rows,
+    Specs,
     pack_swizzled,
     pad,
-    padded_shape,
     unpack_swizzled,
 )
 from moe_ep_jit.layout import round_up
@@ -74,24 +75,15 @@ def kinds(problem: Problem) -> tuple[str, ...]:
     return (*folding, "mxfp8_exact")
 
 
-def tensor_specs(problem: Problem, kind: str) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+def tensor_specs(problem: Problem, kind: str) -> Specs:
     """Name -> (shape, dtype) of every tensor that prepared weights of this kind hold."""
-    experts = problem.num_local_experts
-    specs = {}
-    for name, rows, k in (
-        ("w13", 2 * problem.intermediate, problem.hidden),
-        ("w2", problem.hidden, problem.intermediate),
-    ):
-        m, k = padded_shape(rows, k)
-        blobs = (experts, m // TILE_M, k // TILE_K, BLOB_BYTES[kind])
-        specs[name] = (blobs, torch.uint8)
-        scales = (experts, k // TILE_K, m) if kind == "mxfp8_group128" else (experts, m)
-        specs[f"{name}_sf"] = (scales, torch.float32)
-        if problem.bias:
-            specs[f"{name}_bias"] = ((experts, m), torch.float32)
-    if problem.act == "nvfp4":
-        specs["h_global_scale"] = ((experts,), torch.float32)
-    return specs
+
+    def matrix(m: int, k: int) -> Specs:
+        blobs = (m // TILE_M, k // TILE_K, BLOB_BYTES[kind])
+        scales = (k // TILE_K, m) if kind == "mxfp8_group128" else (m,)
+        return {"": (blobs, torch.uint8), "_sf": (scales, torch.float32)}
+
+    return packing.tensor_specs(problem, matrix)
 
 
 def power_of_two(byte: torch.Tensor) -> torch.Tensor:
