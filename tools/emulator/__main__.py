@@ -20,8 +20,8 @@ import moe_ep_jit as moe
 from moe_ep_jit import entries, formats, jit, launch, reference, variants
 from moe_ep_jit.problem import Problem, check
 from moe_ep_jit.tools.emulator.fault import Fault, UnsupportedError
+from moe_ep_jit.tools.emulator.launches import short_name
 from moe_ep_jit.tools.emulator.layer import Object
-from moe_ep_jit.tools.emulator.machine import short_name
 
 
 def main(argv: list[str] | None = None) -> int:
