@@ -114,10 +114,11 @@ def compiled(env):
 
 
 def emulated(env, name, fmt, tile_n, seeds):
-    """Sharded kernels against unsharded ones, both by the PTX emulator, in several schedules.
+    """Sharded kernels against unsharded ones, both by the PTX emulator, in several schedules: the
+    sum over k included, which is a kernel's in one case and torch's in the other.
 
-    The weights are powers of two: their products are exact, so that the kernel's fused sum and this
-    transport's agree, and all that is left to differ is what moved and what the experts made of it.
+    Every other token has one expert twice, weighted w and -w: nothing may be left, as it would be
+    were a product not rounded before it is added.
     """
     rank = env.rank_in(name)
     if rank < 0:
@@ -138,7 +139,9 @@ def emulated(env, name, fmt, tile_n, seeds):
     wrong = []
     for seed in seeds:
         inputs = draw_round(problem, seed, HOWS[seed % len(HOWS)], sizes=[seed % 9, 8 - seed % 5])
-        inputs = [(x, ids, torch.exp2(-(w * 4).floor())) for x, ids, w in inputs]
+        for _, ids, topk_weights in inputs:
+            ids[::2, 1] = ids[::2, 0]
+            topk_weights[::2, 1] = -topk_weights[::2, 0]
         ws.local.emulator.seed = seed
         y = moe.moe_forward(*inputs[rank], shard, ws, config=config)
         whole = [torch.cat(parts) for parts in zip(*inputs, strict=True)]
