@@ -256,6 +256,7 @@ LAUNCH_ARGS = {
     "y": "ptr",
     "recv_rows": "i32",  # rows that the receive regions hold
     "error": "ptr",  # pinned host int32 [ERROR_WORDS]
+    "load": "ptr",  # int64 [experts]: rows so far, which route adds to
     "stream": "stream",
 }
 

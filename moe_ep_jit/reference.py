@@ -57,10 +57,12 @@ def moe_forward(
 ) -> torch.Tensor:
     """One MoE layer: x [tokens, hidden] bf16 or BlockScaled -> bf16 [tokens, hidden].
 
-    topk_ids, topk_weights  [tokens, top_k]; an id that is no expert's contributes nothing
+    topk_ids, topk_weights  [tokens, top_k]; an id that is no expert's contributes nothing. The
+                            stages take the places of a layer that has a map of them
     ws, out, num_tokens     as ``combine`` has them; ws may be None
     """
     ws = SimpleNamespace() if ws is None else ws
+    topk_ids = weights.topology.physical_ids(topk_ids, weights.rank, weights.problem.max_tokens)
     x = quantize(x, weights.problem)
     dispatch(x, topk_ids, ws, weights, num_tokens=num_tokens)
     gate_up(ws, weights)
@@ -91,10 +93,11 @@ def dispatch(
     *,
     num_tokens: torch.Tensor | int | None = None,
 ) -> None:
-    """Sort the live (token, k) slots by expert and expand the live rows of x."""
+    """Sort the live (token, k) slots by expert, count them, and expand the live rows of x."""
     live = live_tokens(topk_ids.shape[0], num_tokens)
     ids = topk_ids[:live].flatten()
     slots = [torch.nonzero(ids == e).flatten() for e in range(weights.problem.num_experts)]
+    weights.topology.load += torch.tensor([len(s) for s in slots], device=ids.device)
     ws.reference = Stages(slots, _expand(x, live))
 
 

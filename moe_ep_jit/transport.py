@@ -25,7 +25,7 @@ from moe_ep_jit.problem import ACTS, FORMATS, WIRES, Problem, check
 TIMEOUT = 60.0
 
 #: Where all ranks meet, by what messages and errors call it.
-_PHASES = ("comparing problems", "warm-up", "count exchange")
+_PHASES = ("comparing problems", "warm-up", "count exchange", "update_topology")
 
 #: What a rank posts in front of its counts.
 _POST = ("layer (of those that share the buffers)", "format", "act", "payload")
@@ -167,16 +167,24 @@ class Peers:
 
     def compare(self, facts: dict[str, Any]) -> None:
         """ValueError on every rank where ``facts``, JSON-able, differ, naming the fields."""
+        told = self.tell(facts, "comparing problems")
+        self.check_same(told, "pass the same Problem on every rank")
+
+    def tell(self, facts: dict[str, Any], phase: str) -> list[dict[str, Any]]:
+        """``facts``, JSON-able and of any length, to all ranks -> those of every rank."""
         text = json.dumps(facts).encode()
         text += b" " * (-len(text) % 4)
         words = torch.frombuffer(bytearray(text), dtype=torch.int32)
-        phase, room = "comparing problems", self.words - 1
+        room = self.words - 1
         length = torch.tensor([len(words)], dtype=torch.int32, device=self.device)
         longest = int(self.swap(length, phase).max())
         padded = words.new_full((layout.round_up(longest, room),), _SPACES)
         padded[: len(words)] = words
         pieces = [self.swap(part.to(self.device), phase) for part in padded.split(room)]
-        told = [json.loads(row.numpy().tobytes()) for row in torch.cat(pieces, 1)]
+        return [json.loads(row.numpy().tobytes()) for row in torch.cat(pieces, 1)]
+
+    def check_same(self, told: list[dict[str, Any]], fix: str) -> None:
+        """ValueError naming the facts in which the ranks differ, with what to do."""
         different = []
         for name in dict.fromkeys(name for theirs in told for name in theirs):
             ranks: dict[str, list[int]] = {}
@@ -185,7 +193,7 @@ class Peers:
             if len(ranks) > 1:
                 values = " and ".join(f"{value} on {_ranks(on)}" for value, on in ranks.items())
                 different.append(f"{name}: expected the same on every rank, got {values}")
-        check(not different, "; ".join(different) + "; pass the same Problem on every rank")
+        check(not different, "; ".join(different) + f"; {fix}")
 
     def _finish(
         self,
@@ -240,6 +248,7 @@ class Route:
 
     problem       the layer's
     live          rows of x that count
+    counts        int32 [num_experts]: of them to each expert
     slots         int64 [rows sent]: token * top_k + k of each, by expert, then in rising order
     row_of        int64 [live, top_k]: where a slot's row is among those sent; 0 where skipped
     valid         bool [live, top_k]: whether the id is an expert's
@@ -249,6 +258,7 @@ class Route:
 
     problem: Problem
     live: int
+    counts: torch.Tensor
     slots: torch.Tensor
     row_of: torch.Tensor
     valid: torch.Tensor
@@ -324,6 +334,7 @@ class Exchange:
         return Route(
             problem=problem,
             live=live,
+            counts=counts,
             slots=slots,
             row_of=row_of.view(live, top_k),
             valid=valid.view(live, top_k),
@@ -439,6 +450,15 @@ def _same_layer(held: Problem, problem: Problem) -> bool:
     """Whether ``problem`` is ``held``, perhaps with format and act resolved."""
     names = (f.name for f in fields(Problem) if f.name not in ("format", "act"))
     return all(getattr(held, name) == getattr(problem, name) for name in names)
+
+
+def group_size(group: object | None) -> int:
+    """Ranks of a group, None being the default group; 1 where there is none."""
+    dist = torch.distributed
+    there = dist.is_available() and dist.is_initialized()
+    if not there or not (group is None or isinstance(group, dist.ProcessGroup)):
+        return 1
+    return dist.get_world_size(group)
 
 
 def check_group(group: object | None, num_ranks: int) -> Any:

@@ -12,6 +12,7 @@ import torch
 from moe_ep_jit import formats, reference
 from moe_ep_jit.formats import BlockScaled
 from moe_ep_jit.problem import ACTS, Problem, SwiGLU
+from moe_ep_jit.topology import Topology
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.sm90)]
 PAIRS = [(fmt, act) for fmt, acts in ACTS.items() for act in acts]
@@ -27,6 +28,8 @@ class Weights:
     tensors: dict[str, torch.Tensor]
     biases: dict[str, torch.Tensor | None]
     h_global_scale: torch.Tensor
+    topology: Topology
+    rank: int = 0
 
     def dequantize(self, name: str, expert: int | None = None) -> torch.Tensor:
         return self.tensors[name] if expert is None else self.tensors[name][expert]
@@ -54,7 +57,9 @@ def weights_of(
     scales = torch.full((experts,), h_scale, device=device) * torch.arange(1, experts + 1).to(
         device
     )
-    return Weights(problem, {"w13": quantized(w13), "w2": quantized(w2)}, biases, scales)
+    tensors = {"w13": quantized(w13), "w2": quantized(w2)}
+    topology = Topology(problem.num_experts, device)
+    return Weights(problem, tensors, biases, scales, topology)
 
 
 def make(fmt: str, act: str, tokens: int = 9, device: str = "cpu", **changes) -> SimpleNamespace:
