@@ -163,6 +163,21 @@ def combine(
     return out[:tokens]
 
 
+def carried(y: torch.Tensor, combine_wire: str) -> torch.Tensor:
+    """The experts' rows, bf16 [rows, hidden], as they come back between ranks: fp32.
+
+    combine_wire  "bf16": as they are. "mxfp8": every row rounded, a rank's own too, so that results
+                  do not depend on where an expert is. An element is then off by at most 1/16 of
+                  itself or 2^-17 of its block's largest, whichever is more; Gaussian rows, and
+                  with them the layer's result, by 2.65 % (relative L2). Errors add in quadrature:
+                  7.1 instead of 6.6 % against a dense bf16 layer for MXFP8, 23.5 instead of
+                  23.3 % for NVFP4 on both sides
+    """
+    if combine_wire == "bf16":
+        return y.float()
+    return formats.dequantize(formats.quantize(y, combine_wire))
+
+
 def weighted_sum(
     rows: Iterable[torch.Tensor], valid: torch.Tensor, scales: torch.Tensor
 ) -> torch.Tensor:

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import timedelta
-from math import prod
 from typing import Any, NoReturn
 
 import torch
@@ -354,8 +353,8 @@ class Exchange:
         if isinstance(x, torch.Tensor) and payload != "bf16":
             x = formats.quantize(x[: route.live], payload)
         token = route.slots // problem.top_k
-        sent = self._arrays("send_rows", problem, len(token))
-        received = self._arrays("recv_rows", problem, sum(route.recv_rows))
+        sent = self._arrays("send_rows", problem, payload, len(token))
+        received = self._arrays("recv_rows", problem, payload, sum(route.recv_rows))
         for array, out in zip(_bytes_of(x, route.live), sent, strict=True):
             torch.index_select(array, 0, token, out=out)
         pairs = zip(received, sent, strict=True)
@@ -367,19 +366,23 @@ class Exchange:
     ) -> None:
         """y bf16 [rows received, hidden], contiguous -> ``out[:live]``, bf16 [live, hidden].
 
-        Each token's rows times their weights (None: 1), k = 0..top_k-1 in fp32.
+        Each token's rows, as ``reference.carried`` has them, times their weights (None: 1),
+        k = 0..top_k-1 in fp32.
         """
-        problem = route.problem
-        shape = (problem.max_tokens * problem.top_k, problem.hidden)
-        returned = self._region("returned", problem)[: prod(shape) * 2]
-        returned = returned.view(torch.bfloat16).view(shape)
-        pair = (returned[: len(route.slots)].view(torch.uint8), y.view(torch.uint8))
-        self.peers.all_to_all([pair], route.send_rows, route.recv_rows, "combine")
+        problem, wire = route.problem, route.problem.combine_wire
+        returned = self._arrays("returned", problem, wire, problem.max_tokens * problem.top_k)
+        sent = _bytes_of(y if wire == "bf16" else formats.quantize(y, wire), len(y))
+        received = [array[: len(route.slots)] for array in returned]
+        pairs = zip(received, sent, strict=True)
+        self.peers.all_to_all(pairs, route.send_rows, route.recv_rows, "combine")
         if topk_weights is None:
             scales = torch.ones(route.valid.shape, device=self.device)
         else:
             scales = topk_weights[: route.live].float()
-        rows = (returned.index_select(0, route.row_of[:, k]) for k in range(problem.top_k))
+        rows = (
+            _values(_operand(wire, [a.index_select(0, route.row_of[:, k]) for a in returned]))
+            for k in range(problem.top_k)
+        )
         out[: route.live] = reference.weighted_sum(rows, route.valid, scales).to(out.dtype)
 
     def close(self) -> None:
@@ -423,10 +426,10 @@ class Exchange:
         region = layout.exchange_regions(problem)[name]
         return self._memory[region.offset : region.offset + region.nbytes]
 
-    def _arrays(self, name: str, problem: Problem, rows: int) -> list[torch.Tensor]:
+    def _arrays(self, name: str, problem: Problem, payload: str, rows: int) -> list[torch.Tensor]:
         """uint8 [rows, width] for each array of the payload, in region ``name``."""
         region, found, start = self._region(name, problem), [], 0
-        for width in layout.wire_parts(problem.hidden, problem.payload).values():
+        for width in layout.wire_parts(problem.hidden, payload).values():
             found.append(region[start : start + rows * width].view(rows, width))
             start += layout.round_up(rows * width, layout.WIRE_ALIGN)
         return found
@@ -517,6 +520,10 @@ def _operand(payload: str, arrays: list[torch.Tensor]) -> torch.Tensor | BlockSc
     data, sf, scale = arrays
     scale = scale.view(torch.float32).view(-1)
     return BlockScaled(formats.NVFP4, data, sf.view(torch.float8_e4m3fn), scale)
+
+
+def _values(x: torch.Tensor | BlockScaled) -> torch.Tensor:
+    return formats.dequantize(x) if isinstance(x, BlockScaled) else x
 
 
 def _ranks(ranks: Sequence[int]) -> str:

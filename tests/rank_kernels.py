@@ -153,9 +153,9 @@ def emulated(env, name, fmt, tile_n, seeds):
     return wrong
 
 
-def traffic(env):
+def traffic(env, combine_wire):
     """Bytes that this rank sends to others in a round, and what routing alone says."""
-    problem = make_problem(env.size, act="bf16", wire="nvfp4")
+    problem = make_problem(env.size, act="bf16", wire="nvfp4", combine_wire=combine_wire)
     inputs = draw_round(problem, 71, "skips", sizes=[3, 16, 0, 7])
     shard, _ = make_weights(problem, env.rank)
     dist = torch.distributed
@@ -182,4 +182,6 @@ def traffic(env):
     leave = int((owner[env.rank] != env.rank).sum())
     back = sum(int((owner[r] == env.rank).sum()) for r in range(env.size) if r != env.rank)
     rows = [leave * n for n in (HIDDEN // 2, HIDDEN // 16, 4)]
-    return sent, {"counts": 4096 * (env.size - 1), "rows": [*rows, back * HIDDEN * 2]}
+    widths = (2 * HIDDEN,) if combine_wire == "bf16" else (HIDDEN, HIDDEN // 32)
+    rows += [back * n for n in widths]
+    return sent, {"counts": 4096 * (env.size - 1), "rows": rows}

@@ -367,3 +367,17 @@ class TestError:
 
     def test_empty(self):
         assert reference.error(torch.ones(0, 64), torch.ones(0, 64)) == (0, 0, 0)
+
+
+@pytest.mark.cpu
+def test_rows_carried_back_in_mxfp8_stay_within_the_bounds():
+    y = (torch.randn(64, 256) * 2.0 ** torch.randint(-20, 20, (64, 256))).bfloat16()
+    assert torch.equal(reference.carried(y, "bf16"), y.float())
+    difference = (reference.carried(y, "mxfp8") - y.float()).abs().view(64, 8, 32)
+    size = y.float().abs().view(64, 8, 32)
+    largest = size.amax(-1, keepdim=True)
+    assert bool((difference <= torch.maximum(size / 16, largest * 2.0**-17)).all())
+    assert bool((difference > largest * 2.0**-19).any())
+    y = torch.randn(256, 1024).bfloat16()
+    whole = reference.error(reference.carried(y, "mxfp8"), y.float()).whole
+    assert 2.6e-2 < whole < 2.7e-2
