@@ -286,9 +286,7 @@ class Exchange:
         self.device = device
         self.peers = Peers(group, problems[0].num_ranks, device, timeout)
         self.peers.compare(_facts(self.problems))
-        # As the longest post, so that ranks that call different layers meet.
-        longest = 1 + len(_POST) + max(p.num_experts for p in self.problems)
-        self.peers.words = max(self.peers.words, longest)
+        self.peers.words = message_words(self.problems)
         need = max(map(layout.exchange_bytes, self.problems))
         try:
             # Memory made under inference_mode could not be written outside of it.
@@ -433,6 +431,13 @@ class Exchange:
             found.append(region[start : start + rows * width].view(rows, width))
             start += layout.round_up(rows * width, layout.WIRE_ALIGN)
         return found
+
+
+def message_words(problems: Sequence[Problem]) -> int:
+    """int32 words of every message of layers that share buffers: as the longest post, so that ranks
+    that call different ones meet.
+    """
+    return max(_MESSAGE_WORDS, 1 + len(_POST) + max(p.num_experts for p in problems))
 
 
 def _facts(problems: Sequence[Problem]) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from rank_cases import (
 
 import moe_ep_jit as moe
 from moe_ep_jit import jit, layout, variants, workspace
+from moe_ep_jit.tools import timemodel
 
 
 def at(address, dtype, *shape):
@@ -184,4 +185,6 @@ def traffic(env, combine_wire):
     rows = [leave * n for n in (HIDDEN // 2, HIDDEN // 16, 4)]
     widths = (2 * HIDDEN,) if combine_wire == "bf16" else (HIDDEN, HIDDEN // 32)
     rows += [back * n for n in widths]
-    return sent, {"counts": 4096 * (env.size - 1), "rows": rows}
+    model = timemodel.traffic(problem, [ids for _, ids, _ in inputs])
+    model = {phase: int(table[env.rank].sum()) for phase, table in model.items()}
+    return sent, {"counts": 4096 * (env.size - 1), "rows": rows}, model

@@ -166,8 +166,11 @@ def test_emulated_kernels_agree_sharded_and_unsharded(ranks, fmt, tile_n):
 
 @pytest.mark.parametrize("combine_wire", ["bf16", "mxfp8"])
 def test_bytes_on_the_wire_are_those_of_the_routed_rows(ranks, combine_wire):
-    for sent, want in ranks.run(kernels.traffic, combine_wire):
+    for sent, want, model in ranks.run(kernels.traffic, combine_wire):
         assert sent == want
+        # What ``plan`` predicts times from.
+        there, back = sum(sent["rows"][:3]), sum(sent["rows"][3:])
+        assert model == {"counts": sent["counts"], "dispatch": there, "combine": back}
 
 
 def test_workspaces_come_and_go(ranks):
