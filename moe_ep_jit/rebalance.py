@@ -24,9 +24,9 @@ def update_topology(
 ) -> None:
     """Say which logical expert each place holds, and bring the weights of this rank's places.
 
-    physical_to_logical  [num_experts] integers, the same on every rank: a logical expert may have
-                         several places (redundant experts), and each has one. topk_ids then name
-                         logical experts
+    physical_to_logical  [num_experts] integers, the same on every rank, as balancers give them a
+                         layer: the logical expert of each place. One may have several (redundant
+                         experts), each has one at least. topk_ids then name logical experts
     w13, w2              of this rank's places, as ``update_weights`` takes them, further keywords
                          too: replaced in place. None on every rank: the weights are there already
 

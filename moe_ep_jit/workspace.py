@@ -91,7 +91,7 @@ class Workspace:
     ) -> None:
         self._closed = True  # until everything below has succeeded
         self._options = {"backend": backend, "operand": operand, "transport": transport}
-        self._options |= {"device": device, "debug": debug, "timeout": timeout}
+        self._options["timeout"] = timeout
         self.problems = _problems(problem)
         check_transport(transport)
         if self.problems[0].num_ranks == 1:
@@ -371,11 +371,18 @@ class Workspace:
             problems = _problems(problem)
         ranks = problems[0].num_ranks
         peers = Peers(group, ranks, self.device, self._options["timeout"])
-        # What this rank cannot do by itself, said before the others wait for it in building.
-        agree(peers, {}, None if self.round is None else ValueError(IN_ROUND))
         fresh, error = None, None
+        # What this rank cannot do by itself, said before the others wait for it in building.
         try:
-            fresh = Workspace(problems, group, **self._options)
+            check(self.round is None, IN_ROUND)
+            (self.local or self).check()  # an earlier call's error, which closing would raise
+        except (ValueError, RuntimeError) as failure:
+            error = failure
+        agree(peers, {}, error)
+        try:
+            fresh = Workspace(
+                problems, group, device=self.device, debug=self.debug, **self._options
+            )
         except Exception as failure:  # whatever it is, the others wait for this rank's word
             error = failure
         try:

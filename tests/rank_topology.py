@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import time
+from datetime import timedelta
 from unittest import mock
 
 import torch
@@ -262,3 +264,27 @@ def absent(env, who, seconds):
         return None
     error = caught(moe.update_topology, ws, shard, list(range(12)))
     return error, shard.topology.physical_to_logical
+
+
+def survivors(env, who, folder):
+    """One rank ends; the others form a new group and take their workspace there."""
+    problem = make_problem(env.size)
+    shard, _ = make_weights(problem, env.rank)
+    inputs = draw_round(problem, 1, "uniform", sizes=[2] * env.size)[env.rank]
+    ws = moe.Workspace(problem, env.groups["all"], device="cpu", timeout=20)
+    moe.moe_forward(*inputs, shard, ws)
+    if env.rank == who:
+        os._exit(3)
+    error = caught(moe.moe_forward, *inputs, shard, ws)
+    dist = torch.distributed
+    dist.destroy_process_group()
+    left = [rank for rank in range(env.size) if rank != who]
+    rank = left.index(env.rank)
+    again = {"init_method": f"file://{folder}/again", "rank": rank, "world_size": len(left)}
+    dist.init_process_group("gloo", timeout=timedelta(seconds=20), **again)
+    ws.update_topology(None)
+    problem = make_problem(len(left))
+    shard, full = make_weights(problem, rank)
+    inputs = draw_round(problem, 2, "uniform", sizes=[3] * len(left))
+    y = moe.moe_forward(*inputs[rank], shard, ws)
+    return error, torch.equal(y, unsharded(inputs, rank, full, None))

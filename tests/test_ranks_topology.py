@@ -94,3 +94,16 @@ def test_a_rank_that_does_not_come_to_an_update_is_named(tmp_path):
         assert f"rank {rank} of 3, phase 'update_topology'" in message
         assert "for rank 1 (" in message
         assert held is None
+
+
+def test_those_that_are_left_take_their_workspace_to_a_new_group(tmp_path):
+    pool = Pool(3, tmp_path)
+    try:
+        found = pool.run(cases.survivors, 1, str(tmp_path))
+    finally:
+        pool.close()
+    for rank in (0, 2):
+        (kind, message), right = found[rank]
+        assert kind == "RuntimeError"
+        assert "phase 'count exchange'" in message
+        assert right

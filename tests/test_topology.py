@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import moe_ep_jit as moe
-from moe_ep_jit import reference
+from moe_ep_jit import layout, reference
 from moe_ep_jit.tools.emulator.host import c_compiler
 from moe_ep_jit.topology import Topology, checked_map
 
@@ -221,7 +221,12 @@ def test_a_workspace_is_built_anew_for_the_same_single_rank():
     weights, ws, _, _ = make_layer("reference", [0, 1, 2, 3])
     x, ids, topk_weights = draw(3, 4)
     old = moe.moe_forward(x, ids, topk_weights, weights, ws)
-    ws.update_topology(None, weights.problem.with_(max_tokens=MAX_TOKENS + 8))
+    ws._record[layout.ERROR_CODE] = layout.ERROR_TWO_STREAMS
+    wide = weights.problem.with_(max_tokens=MAX_TOKENS + 8)
+    with pytest.raises(RuntimeError, match="one stream at a time"):
+        ws.update_topology(None, wide)
+    assert ws.output.data_ptr() == old.data_ptr()
+    ws.update_topology(None, wide)
     assert ws.output.shape == (MAX_TOKENS + 8, HIDDEN)
     assert torch.equal(moe.moe_forward(x, ids, topk_weights, weights, ws), old)
     ws.close()
