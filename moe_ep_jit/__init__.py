@@ -16,14 +16,10 @@ if TYPE_CHECKING:
     from moe_ep_jit.launch import warmup
     from moe_ep_jit.layer import MoELayer
     from moe_ep_jit.problem import Problem, SwiGLU
+    from moe_ep_jit.rebalance import update_topology
     from moe_ep_jit.variants import Variant, choose_variant
-    from moe_ep_jit.weights import (
-        PreparedWeights,
-        load_prepared,
-        prepare_weights,
-        save_prepared,
-        update_weights,
-    )
+    from moe_ep_jit.weights import PreparedWeights, prepare_weights, update_weights
+    from moe_ep_jit.weights_file import load_prepared, save_prepared
     from moe_ep_jit.workspace import Workspace
 
 __version__ = "0.1.0"
@@ -37,16 +33,9 @@ _HOMES = {
     "MoELayer": "layer",
     **dict.fromkeys(("Problem", "SwiGLU"), "problem"),
     **dict.fromkeys(("Variant", "choose_variant"), "variants"),
-    **dict.fromkeys(
-        (
-            "PreparedWeights",
-            "load_prepared",
-            "prepare_weights",
-            "save_prepared",
-            "update_weights",
-        ),
-        "weights",
-    ),
+    "update_topology": "rebalance",
+    **dict.fromkeys(("PreparedWeights", "prepare_weights", "update_weights"), "weights"),
+    **dict.fromkeys(("load_prepared", "save_prepared"), "weights_file"),
     "Workspace": "workspace",
 }
 
@@ -75,6 +64,7 @@ __all__ = [
     "prepare_weights",
     "quantize",
     "save_prepared",
+    "update_topology",
     "update_weights",
     "warmup",
 ]

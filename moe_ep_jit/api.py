@@ -73,7 +73,7 @@ def moe_forward(
     x             [tokens, hidden] bf16, or BlockScaled with linear scales; 0..max_tokens rows, rows
                   on 16-byte boundaries. Its format must be the layer's ``act``, or that bf16
     topk_ids      [tokens, top_k] int32 or int64; an id that is no expert's (-1) adds nothing,
-                  repeats are summed
+                  repeats are summed. Logical experts, once ``update_topology`` has placed them
     topk_weights  [tokens, top_k] fp32, bf16, fp16 or fp64
     out           None: the result is a view of ``ws.output`` and dies with the next call of any
                   layer that shares ``ws``. Else bf16 [>= tokens, hidden]: written to and returned
@@ -102,6 +102,7 @@ def moe_forward(
         _check_out(out, tokens, problem, ws)
     if num_tokens is not None:
         _check_num_tokens(num_tokens, ws)
+    topk_ids = _places(topk_ids, binding, weights)
 
     if ws.arch is not None:
         launch = binding.launch(ws, weights, x_kind_of(x), tokens, config)
@@ -115,7 +116,7 @@ def moe_forward(
         return result
 
     if ws.exchange is not None:
-        route, rows = _send(x, topk_ids, num_tokens, binding, ws)
+        route, rows = _send(x, topk_ids, num_tokens, binding, ws, weights)
         ones = _ones(route)
         y = moe_forward(rows, route.expert_ids, ones, binding.local, ws.local, config=config)
         stale = ws.next_output()
@@ -176,6 +177,7 @@ def dispatch(
     _check_routing("topk_ids", topk_ids, tokens, binding.problem, ws)
     if num_tokens is not None:
         _check_num_tokens(num_tokens, ws)
+    topk_ids = _places(topk_ids, binding, weights)
 
     launch, args, route = None, [], None
     if ws.arch is not None:
@@ -184,7 +186,7 @@ def dispatch(
         _put_input(args, x, topk_ids, tokens, num_tokens)
         _run(launch, args, layout.STAGE_DISPATCH, ws, x, topk_ids, num_tokens)
     elif ws.exchange is not None:
-        route, rows = _send(x, topk_ids, num_tokens, binding, ws)
+        route, rows = _send(x, topk_ids, num_tokens, binding, ws, weights)
         dispatch(rows, route.expert_ids, ws.local, binding.local, config=config)
     else:
         operand = reference.quantize(x, binding.problem)
@@ -232,6 +234,7 @@ def combine(
         _check_out(out, tokens, problem, ws)
     if num_tokens is not None:
         _check_num_tokens(num_tokens, ws)
+    topk_ids = _places(topk_ids, round_.binding, weights)
 
     result = _result(round_.binding, ws, tokens, out)
     if round_.launch is not None:
@@ -294,12 +297,18 @@ def _stage(
     round_.next = following
 
 
+def _places(topk_ids: torch.Tensor, binding: Binding, weights: PreparedWeights) -> torch.Tensor:
+    """``topk_ids`` of logical experts as those of places; the same tensor without a map."""
+    return weights.topology.physical_ids(topk_ids, weights.rank, binding.problem.max_tokens)
+
+
 def _send(
     x: torch.Tensor | BlockScaled,
     topk_ids: torch.Tensor,
     num_tokens: torch.Tensor | None,
     binding: Binding,
     ws: Workspace,
+    weights: PreparedWeights,
 ) -> tuple[Route, torch.Tensor | BlockScaled]:
     """Agree with the other ranks on a round and exchange its rows: (route, rows received)."""
     problem = binding.problem
@@ -312,6 +321,7 @@ def _send(
     ws.local.begin()  # what it has to say must come before the others are made to wait
     live = reference.live_tokens(len(topk_ids), num_tokens)
     route = ws.exchange.route(problem, topk_ids, live)
+    weights.topology.load.add_(route.counts)
     return route, ws.exchange.dispatch(route, x)
 
 

@@ -357,7 +357,7 @@ def _cache_unpack(args: argparse.Namespace, console: Console) -> int:
 
 
 def _add_plan(commands: Any) -> None:
-    plan = _command(commands, "plan", _plan, "the memory of one rank's workspace, by region")
+    plan = _command(commands, "plan", _plan, "a rank's memory by region, and predicted times")
     _presets(plan)
     plan.add_argument(
         "--ranks", type=_positive, help="that share the experts; default: the preset's own"

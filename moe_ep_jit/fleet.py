@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import TracebackType
 
 import torch
@@ -9,7 +10,8 @@ import torch
 from moe_ep_jit import reference, variants
 from moe_ep_jit.formats import BlockScaled
 from moe_ep_jit.problem import Problem, check, check_problem
-from moe_ep_jit.transport import TIMEOUT, Exchange, Route, check_transport
+from moe_ep_jit.topology import Topology, agree, checked_map, map_facts
+from moe_ep_jit.transport import TIMEOUT, Exchange, Peers, Route, check_transport, group_size
 
 _IDS = (torch.int32, torch.int64)
 
@@ -42,20 +44,24 @@ def create_fleet(
         else:
             problem = variants.choose_variant(problem, None).problem
     device = variants.usable_device(device)
-    return Fleet(problem, Exchange([problem], group, device, timeout))
+    return Fleet(problem, Exchange([problem], group, device, timeout), timeout)
 
 
 class Fleet:
     """What ``create_fleet`` returns: the buffers of one rank.
 
-    problem  with the payload decided
-    rank     this one, 0..problem.num_ranks - 1
+    problem   with the payload decided
+    rank      this one, 0..problem.num_ranks - 1
+    topology  which expert each place holds, and the rows that handles have sent to each (``load``)
     """
 
-    def __init__(self, problem: Problem, exchange: Exchange) -> None:
+    def __init__(self, problem: Problem, exchange: Exchange, timeout: float) -> None:
         self.problem = problem
         self.device = exchange.device
         self.rank = exchange.peers.rank
+        self.topology = Topology(problem.num_experts, self.device)
+        self._timeout = timeout
+        self._generation = 0  # of the topology; handles of an older one are void
         self._exchange: Exchange | None = exchange
 
     @property
@@ -93,7 +99,62 @@ class Fleet:
                 "torch.tensor([n], dtype=torch.int32)",
             )
         live = reference.live_tokens(shape[0], num_tokens)
-        return Handle(self, exchange.route(problem, topk_ids, live), shape[0])
+        topk_ids = self.topology.physical_ids(topk_ids, self.rank, problem.max_tokens)
+        route = exchange.route(problem, topk_ids, live)
+        self.topology.load.add_(route.counts)
+        return Handle(self, route, shape[0])
+
+    def update_topology(
+        self,
+        physical_to_logical: torch.Tensor | Sequence[int] | None = None,
+        *,
+        group: object | None = None,
+    ) -> None:
+        """Say which logical expert each place holds, or move to another group, or both.
+
+        physical_to_logical  integers, the same on every rank: a logical expert may have several
+                             places (redundant experts), and each has one. topk_ids then name
+                             logical experts. None: place e holds expert e
+        group                None: the present one. With another the places are spread over as many
+                             ranks as it has, and there may be more or fewer of them
+
+        Every rank (of the new group, those of the old need not) calls it; moving the experts is the
+        caller's. Handles made before are void. The load counters start anew. All or nothing: where
+        one rank cannot, that is an error on every rank, and the fleet stays as it was. ValueError,
+        TypeError for a caller's mistake; RuntimeError for a rank that does not come.
+        """
+        old = self._open()
+        problem, peers, fresh, held, error = self.problem, old.peers, None, None, None
+        if group is not None:
+            peers = Peers(group, group_size(group), self.device, self._timeout)
+        try:
+            places = problem.num_experts
+            if group is not None and physical_to_logical is not None:
+                places = len(physical_to_logical)
+            if physical_to_logical is not None:
+                held = checked_map(physical_to_logical, places)
+            problem = problem.with_(num_ranks=peers.size, num_experts=places)
+        except Exception as failure:  # whatever it is, the others wait for this rank's word
+            error = failure
+        agree(peers, map_facts(held), error)
+        if group is not None:
+            try:
+                fresh = Exchange([problem], group, self.device, self._timeout)
+            except Exception as failure:
+                error = failure
+            try:
+                agree(peers, {}, error)
+            except Exception:
+                if fresh is not None:
+                    fresh.close()
+                raise
+            old.close()
+            self._exchange = fresh
+        self._generation += 1
+        self.problem, self.rank = problem, peers.rank
+        if len(self.topology.load) != problem.num_experts:
+            self.topology = Topology(problem.num_experts, self.device)
+        self.topology.place(list(range(problem.num_experts)) if held is None else held)
 
     def close(self) -> None:
         """Give the buffers back; further calls raise. Twice is fine; waits for no other rank."""
@@ -134,6 +195,7 @@ class Handle:
 
     def __init__(self, fleet: Fleet, route: Route, tokens: int) -> None:
         self._fleet: Fleet | None = fleet
+        self._generation = fleet._generation
         self._route = route
         self._tokens = tokens
         self.expert_ids = route.expert_ids.view(-1)
@@ -218,6 +280,11 @@ class Handle:
     def _open(self) -> tuple[Fleet, Exchange]:
         if self._fleet is None:
             raise RuntimeError("handle: it is closed; call fleet.handle again on every rank")
+        if self._generation != self._fleet._generation:
+            raise RuntimeError(
+                "handle: update_topology has moved the experts since; call fleet.handle again on "
+                "every rank"
+            )
         return self._fleet, self._fleet._open()
 
 

@@ -336,6 +336,7 @@ def _bound_args(ws: Workspace, problem: Problem, weights: PreparedWeights) -> li
     values["alpha"], values["beta"] = float(activation.alpha), float(activation.beta)
     values["recv_rows"] = problem.recv_rows
     values["error"] = ws.error_address
+    values["load"] = weights.topology.load.data_ptr()
     for name, region in layout.regions(problem, weights.operand).items():
         values[name] = ws.base_address + region.offset
     for name in _WEIGHT_ARGS:

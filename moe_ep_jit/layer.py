@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from moe_ep_jit.api import moe_forward
 from moe_ep_jit.formats import BlockScaled
 from moe_ep_jit.launch import warmup
 from moe_ep_jit.problem import Problem, check
+from moe_ep_jit.rebalance import update_topology
 from moe_ep_jit.weights import PreparedWeights, check_prepared, prepare_weights
 from moe_ep_jit.workspace import Workspace, check_workspace
 
@@ -131,6 +133,16 @@ class MoELayer(nn.Module):
         return moe_forward(
             x, topk_ids, topk_weights, self.weights, self.workspace, out=out, num_tokens=num_tokens
         )
+
+    def update_topology(
+        self,
+        physical_to_logical: torch.Tensor | Sequence[int],
+        w13: torch.Tensor | BlockScaled | None = None,
+        w2: torch.Tensor | BlockScaled | None = None,
+        **small: Any,
+    ) -> None:
+        """Move the layer's experts, on every rank or on none; as ``moe_ep_jit.update_topology``."""
+        update_topology(self.workspace, self.weights, physical_to_logical, w13, w2, **small)
 
     def close(self) -> None:
         """Give the layer's own workspace back; a shared one stays. Further calls raise."""

@@ -191,7 +191,8 @@ def exchange_regions(problem: Problem) -> dict[str, Region]:
     shapes = {
         "send_rows": ((wire_bytes(slots, problem.hidden, payload),), "u8"),
         "recv_rows": ((wire_bytes(rows, problem.hidden, payload),), "u8"),
-        "returned": ((slots, problem.hidden), "bf16"),  # in the order of send_rows
+        # in the order of send_rows
+        "returned": ((wire_bytes(slots, problem.hidden, problem.combine_wire),), "u8"),
     }
     out, offset = {}, 0
     for name, (shape, dtype) in shapes.items():
@@ -256,6 +257,7 @@ LAUNCH_ARGS = {
     "y": "ptr",
     "recv_rows": "i32",  # rows that the receive regions hold
     "error": "ptr",  # pinned host int32 [ERROR_WORDS]
+    "load": "ptr",  # int64 [experts]: rows so far, which route adds to
     "stream": "stream",
 }
 

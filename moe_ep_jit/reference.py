@@ -57,10 +57,12 @@ def moe_forward(
 ) -> torch.Tensor:
     """One MoE layer: x [tokens, hidden] bf16 or BlockScaled -> bf16 [tokens, hidden].
 
-    topk_ids, topk_weights  [tokens, top_k]; an id that is no expert's contributes nothing
+    topk_ids, topk_weights  [tokens, top_k]; an id that is no expert's contributes nothing. The
+                            stages take the places of a layer that has a map of them
     ws, out, num_tokens     as ``combine`` has them; ws may be None
     """
     ws = SimpleNamespace() if ws is None else ws
+    topk_ids = weights.topology.physical_ids(topk_ids, weights.rank, weights.problem.max_tokens)
     x = quantize(x, weights.problem)
     dispatch(x, topk_ids, ws, weights, num_tokens=num_tokens)
     gate_up(ws, weights)
@@ -91,10 +93,11 @@ def dispatch(
     *,
     num_tokens: torch.Tensor | int | None = None,
 ) -> None:
-    """Sort the live (token, k) slots by expert and expand the live rows of x."""
+    """Sort the live (token, k) slots by expert, count them, and expand the live rows of x."""
     live = live_tokens(topk_ids.shape[0], num_tokens)
     ids = topk_ids[:live].flatten()
     slots = [torch.nonzero(ids == e).flatten() for e in range(weights.problem.num_experts)]
+    weights.topology.load += torch.tensor([len(s) for s in slots], device=ids.device)
     ws.reference = Stages(slots, _expand(x, live))
 
 
@@ -158,6 +161,21 @@ def combine(
     valid = (ids >= 0) & (ids < problem.num_experts)
     out[:live] = weighted_sum(y.unbind(1), valid, scales).to(out.dtype)
     return out[:tokens]
+
+
+def carried(y: torch.Tensor, combine_wire: str) -> torch.Tensor:
+    """The experts' rows, bf16 [rows, hidden], as they come back between ranks: fp32.
+
+    combine_wire  "bf16": as they are. "mxfp8": every row rounded, a rank's own too, so that results
+                  do not depend on where an expert is. An element is then off by at most 1/16 of
+                  itself or 2^-17 of its block's largest, whichever is more; Gaussian rows, and
+                  with them the layer's result, by 2.65 % (relative L2). Errors add in quadrature:
+                  7.1 instead of 6.6 % against a dense bf16 layer for MXFP8, 23.5 instead of
+                  23.3 % for NVFP4 on both sides
+    """
+    if combine_wire == "bf16":
+        return y.float()
+    return formats.dequantize(formats.quantize(y, combine_wire))
 
 
 def weighted_sum(

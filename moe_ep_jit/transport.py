@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import timedelta
-from math import prod
 from typing import Any, NoReturn
 
 import torch
@@ -25,7 +24,7 @@ from moe_ep_jit.problem import ACTS, FORMATS, WIRES, Problem, check
 TIMEOUT = 60.0
 
 #: Where all ranks meet, by what messages and errors call it.
-_PHASES = ("comparing problems", "warm-up", "count exchange")
+_PHASES = ("comparing problems", "warm-up", "count exchange", "update_topology")
 
 #: What a rank posts in front of its counts.
 _POST = ("layer (of those that share the buffers)", "format", "act", "payload")
@@ -167,16 +166,24 @@ class Peers:
 
     def compare(self, facts: dict[str, Any]) -> None:
         """ValueError on every rank where ``facts``, JSON-able, differ, naming the fields."""
+        told = self.tell(facts, "comparing problems")
+        self.check_same(told, "pass the same Problem on every rank")
+
+    def tell(self, facts: dict[str, Any], phase: str) -> list[dict[str, Any]]:
+        """``facts``, JSON-able and of any length, to all ranks -> those of every rank."""
         text = json.dumps(facts).encode()
         text += b" " * (-len(text) % 4)
         words = torch.frombuffer(bytearray(text), dtype=torch.int32)
-        phase, room = "comparing problems", self.words - 1
+        room = self.words - 1
         length = torch.tensor([len(words)], dtype=torch.int32, device=self.device)
         longest = int(self.swap(length, phase).max())
         padded = words.new_full((layout.round_up(longest, room),), _SPACES)
         padded[: len(words)] = words
         pieces = [self.swap(part.to(self.device), phase) for part in padded.split(room)]
-        told = [json.loads(row.numpy().tobytes()) for row in torch.cat(pieces, 1)]
+        return [json.loads(row.numpy().tobytes()) for row in torch.cat(pieces, 1)]
+
+    def check_same(self, told: list[dict[str, Any]], fix: str) -> None:
+        """ValueError naming the facts in which the ranks differ, with what to do."""
         different = []
         for name in dict.fromkeys(name for theirs in told for name in theirs):
             ranks: dict[str, list[int]] = {}
@@ -185,7 +192,7 @@ class Peers:
             if len(ranks) > 1:
                 values = " and ".join(f"{value} on {_ranks(on)}" for value, on in ranks.items())
                 different.append(f"{name}: expected the same on every rank, got {values}")
-        check(not different, "; ".join(different) + "; pass the same Problem on every rank")
+        check(not different, "; ".join(different) + f"; {fix}")
 
     def _finish(
         self,
@@ -240,6 +247,7 @@ class Route:
 
     problem       the layer's
     live          rows of x that count
+    counts        int32 [num_experts]: of them to each expert
     slots         int64 [rows sent]: token * top_k + k of each, by expert, then in rising order
     row_of        int64 [live, top_k]: where a slot's row is among those sent; 0 where skipped
     valid         bool [live, top_k]: whether the id is an expert's
@@ -249,6 +257,7 @@ class Route:
 
     problem: Problem
     live: int
+    counts: torch.Tensor
     slots: torch.Tensor
     row_of: torch.Tensor
     valid: torch.Tensor
@@ -277,9 +286,7 @@ class Exchange:
         self.device = device
         self.peers = Peers(group, problems[0].num_ranks, device, timeout)
         self.peers.compare(_facts(self.problems))
-        # As the longest post, so that ranks that call different layers meet.
-        longest = 1 + len(_POST) + max(p.num_experts for p in self.problems)
-        self.peers.words = max(self.peers.words, longest)
+        self.peers.words = message_words(self.problems)
         need = max(map(layout.exchange_bytes, self.problems))
         try:
             # Memory made under inference_mode could not be written outside of it.
@@ -324,6 +331,7 @@ class Exchange:
         return Route(
             problem=problem,
             live=live,
+            counts=counts,
             slots=slots,
             row_of=row_of.view(live, top_k),
             valid=valid.view(live, top_k),
@@ -343,8 +351,8 @@ class Exchange:
         if isinstance(x, torch.Tensor) and payload != "bf16":
             x = formats.quantize(x[: route.live], payload)
         token = route.slots // problem.top_k
-        sent = self._arrays("send_rows", problem, len(token))
-        received = self._arrays("recv_rows", problem, sum(route.recv_rows))
+        sent = self._arrays("send_rows", problem, payload, len(token))
+        received = self._arrays("recv_rows", problem, payload, sum(route.recv_rows))
         for array, out in zip(_bytes_of(x, route.live), sent, strict=True):
             torch.index_select(array, 0, token, out=out)
         pairs = zip(received, sent, strict=True)
@@ -356,19 +364,23 @@ class Exchange:
     ) -> None:
         """y bf16 [rows received, hidden], contiguous -> ``out[:live]``, bf16 [live, hidden].
 
-        Each token's rows times their weights (None: 1), k = 0..top_k-1 in fp32.
+        Each token's rows, as ``reference.carried`` has them, times their weights (None: 1),
+        k = 0..top_k-1 in fp32.
         """
-        problem = route.problem
-        shape = (problem.max_tokens * problem.top_k, problem.hidden)
-        returned = self._region("returned", problem)[: prod(shape) * 2]
-        returned = returned.view(torch.bfloat16).view(shape)
-        pair = (returned[: len(route.slots)].view(torch.uint8), y.view(torch.uint8))
-        self.peers.all_to_all([pair], route.send_rows, route.recv_rows, "combine")
+        problem, wire = route.problem, route.problem.combine_wire
+        returned = self._arrays("returned", problem, wire, problem.max_tokens * problem.top_k)
+        sent = _bytes_of(y if wire == "bf16" else formats.quantize(y, wire), len(y))
+        received = [array[: len(route.slots)] for array in returned]
+        pairs = zip(received, sent, strict=True)
+        self.peers.all_to_all(pairs, route.send_rows, route.recv_rows, "combine")
         if topk_weights is None:
             scales = torch.ones(route.valid.shape, device=self.device)
         else:
             scales = topk_weights[: route.live].float()
-        rows = (returned.index_select(0, route.row_of[:, k]) for k in range(problem.top_k))
+        rows = (
+            _values(_operand(wire, [a.index_select(0, route.row_of[:, k]) for a in returned]))
+            for k in range(problem.top_k)
+        )
         out[: route.live] = reference.weighted_sum(rows, route.valid, scales).to(out.dtype)
 
     def close(self) -> None:
@@ -412,13 +424,20 @@ class Exchange:
         region = layout.exchange_regions(problem)[name]
         return self._memory[region.offset : region.offset + region.nbytes]
 
-    def _arrays(self, name: str, problem: Problem, rows: int) -> list[torch.Tensor]:
+    def _arrays(self, name: str, problem: Problem, payload: str, rows: int) -> list[torch.Tensor]:
         """uint8 [rows, width] for each array of the payload, in region ``name``."""
         region, found, start = self._region(name, problem), [], 0
-        for width in layout.wire_parts(problem.hidden, problem.payload).values():
+        for width in layout.wire_parts(problem.hidden, payload).values():
             found.append(region[start : start + rows * width].view(rows, width))
             start += layout.round_up(rows * width, layout.WIRE_ALIGN)
         return found
+
+
+def message_words(problems: Sequence[Problem]) -> int:
+    """int32 words of every message of layers that share buffers: as the longest post, so that ranks
+    that call different ones meet.
+    """
+    return max(_MESSAGE_WORDS, 1 + len(_POST) + max(p.num_experts for p in problems))
 
 
 def _facts(problems: Sequence[Problem]) -> dict[str, Any]:
@@ -439,6 +458,15 @@ def _same_layer(held: Problem, problem: Problem) -> bool:
     """Whether ``problem`` is ``held``, perhaps with format and act resolved."""
     names = (f.name for f in fields(Problem) if f.name not in ("format", "act"))
     return all(getattr(held, name) == getattr(problem, name) for name in names)
+
+
+def group_size(group: object | None) -> int:
+    """Ranks of a group, None being the default group; 1 where there is none."""
+    dist = torch.distributed
+    there = dist.is_available() and dist.is_initialized()
+    if not there or not (group is None or isinstance(group, dist.ProcessGroup)):
+        return 1
+    return dist.get_world_size(group)
 
 
 def check_group(group: object | None, num_ranks: int) -> Any:
@@ -497,6 +525,10 @@ def _operand(payload: str, arrays: list[torch.Tensor]) -> torch.Tensor | BlockSc
     data, sf, scale = arrays
     scale = scale.view(torch.float32).view(-1)
     return BlockScaled(formats.NVFP4, data, sf.view(torch.float8_e4m3fn), scale)
+
+
+def _values(x: torch.Tensor | BlockScaled) -> torch.Tensor:
+    return formats.dequantize(x) if isinstance(x, BlockScaled) else x
 
 
 def _ranks(ranks: Sequence[int]) -> str:

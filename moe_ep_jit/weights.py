@@ -8,11 +8,8 @@ that the memory in use stays below one expert above source and result.
 from __future__ import annotations
 
 import copy
-import hashlib
-import json
-import os
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any
 
@@ -35,11 +32,8 @@ from moe_ep_jit.checkpoint import (
 )
 from moe_ep_jit.formats import MXFP8, NVFP4, BlockScaled
 from moe_ep_jit.kernels.common.packing import Rows
-from moe_ep_jit.problem import ARCHES, Problem, SwiGLU, check, check_problem
-
-#: Version of the files of ``save_prepared``; raised when the tensors' meaning changes.
-FILE_VERSION = 1
-_FILE_MARK = "moe_ep_jit prepared weights"
+from moe_ep_jit.problem import ARCHES, Problem, check
+from moe_ep_jit.topology import Topology
 
 #: Folding is accepted while no 32-block loses more than the format's own rounding ...
 FOLD_BLOCK_LIMIT = 2.65e-2
@@ -63,6 +57,7 @@ class PreparedWeights:
     tensors  by name; their addresses stay for the object's life, ``update_weights`` included
     report   JSON-able: kind, reason, fold (measured losses), warnings (requantized sources)
     rank     whose experts they are
+    topology which experts those are, and the rows that calls have sent to each (``load``)
     """
 
     problem: Problem
@@ -73,13 +68,18 @@ class PreparedWeights:
     tensors: dict[str, torch.Tensor]
     report: dict[str, Any] = field(default_factory=dict)
     rank: int = 0
+    topology: Topology | None = None
+
+    def __post_init__(self) -> None:
+        if self.topology is None:
+            self.topology = Topology(self.problem.num_experts, self.device)
 
     @property
     def operand(self) -> str:
         """What the MMA's token side is: "e4m3" or "bf16", on Blackwell "mxfp8" or "nvfp4"."""
         if self.kind is None:
             return variants.operand_of(self.problem)
-        return _packing(self.arch).OPERANDS[self.kind]
+        return packing_of(self.arch).OPERANDS[self.kind]
 
     @property
     def fold(self) -> str | None:
@@ -104,7 +104,7 @@ class PreparedWeights:
     @property
     def local(self) -> PreparedWeights:
         """The same tensors as the weights of ``problem.local``, this rank's experts as a layer."""
-        return replace(self, problem=self.problem.local, rank=0)
+        return replace(self, problem=self.problem.local, rank=0, topology=None)
 
     def block_scaled(self, name: str, expert: int) -> BlockScaled:
         """One expert's "w13" [2I, H] (gate rows, then up rows) or "w2" [H, I], as multiplied.
@@ -122,7 +122,7 @@ class PreparedWeights:
             global_scale = self.tensors.get(f"{name}_global_scale")
             global_scale = None if global_scale is None else global_scale[expert]
             return as_operand(self.problem.format, Rows(data, sf), global_scale)
-        packing = _packing(self.arch)
+        packing = packing_of(self.arch)
         packed, global_scale = packing.unpack_rows(self.kind, data, sf)
         order = gate_first_rows(self.problem, name, self.device)
         data, sf = packed.data[order], packed.sf[order]
@@ -158,7 +158,11 @@ class PreparedWeights:
         """The same weights with every tensor on ``device``."""
         device = variants.usable_device(device)
         tensors = {name: t.to(device) for name, t in self.tensors.items()}
-        return replace(self, tensors=tensors, report=copy.deepcopy(self.report))
+        report = copy.deepcopy(self.report)
+        moved = replace(self, tensors=tensors, report=report, topology=None)
+        if self.topology.physical_to_logical is not None:
+            moved.topology.place(self.topology.physical_to_logical)
+        return moved
 
 
 def prepare_weights(
@@ -195,7 +199,7 @@ def prepare_weights(
     RuntimeError: CUDA tensors on an arch without kernels.
     """
     check_matrices(w13, w2, problem)
-    _check_rank(rank, problem)
+    check_rank(rank, problem)
     device = device_of(w13)
     if arch is None:
         arch = variants.resolve_backend(device, backend)
@@ -225,6 +229,20 @@ def prepare_weights(
 
 
 def update_weights(
+    prepared: PreparedWeights, w13: torch.Tensor | BlockScaled, w2: torch.Tensor | BlockScaled,
+    **small: Any,
+) -> None:  # fmt: skip
+    """Replace prepared weights in place: addresses stay, so captured graphs use the new values.
+
+    small  w13_bias, w2_bias, gate_up and h_global_scale as in ``prepare_weights``, the others too;
+           ``h_global_scale=None`` keeps the present one
+    Everything is checked before the first byte changes. ValueError as there, and where the new
+    weights' exponents spread too far for the present fold kind.
+    """
+    checked_update(prepared, w13, w2, **small)()
+
+
+def checked_update(
     prepared: PreparedWeights,
     w13: torch.Tensor | BlockScaled,
     w2: torch.Tensor | BlockScaled,
@@ -233,13 +251,8 @@ def update_weights(
     w2_bias: torch.Tensor | None = None,
     gate_up: str | int = "gate_first",
     h_global_scale: float | torch.Tensor | None = None,
-) -> None:
-    """Replace prepared weights in place: addresses stay, so captured graphs use the new values.
-
-    Arguments as in ``prepare_weights``; ``h_global_scale=None`` keeps the present one. Everything
-    is checked before the first byte changes. ValueError as there, and where the new weights'
-    exponents spread too far for the present fold kind.
-    """
+) -> Callable[[], None]:
+    """All checks of ``update_weights``, and what then replaces the weights."""
     check_prepared(prepared, "prepared")
     problem, kind = prepared.problem, prepared.kind
     check_matrices(w13, w2, problem)
@@ -255,7 +268,7 @@ def update_weights(
         problem, w13_bias, w2_bias, gate_up, h_global_scale, prepared.layout, prepared.device
     )
     scan(sources, problem.format)
-    group = _folds(prepared.arch)
+    group, losses = _folds(prepared.arch), None
     if kind in group:
         losses = {
             source.name: _measure_fold(source, problem.format, group[kind]) for source in sources
@@ -266,111 +279,32 @@ def update_weights(
             f"{FOLD_BLOCK_LIMIT} a block, {FOLD_WHOLE_LIMIT} on the whole), and the kernels in use "
             "are built for that kind; call prepare_weights, then warmup, and capture graphs again",
         )
-        prepared.report.setdefault("fold", {})[kind] = losses
-    for name, value in small.items():
-        prepared.tensors[name].copy_(value)
-    for source in sources:
-        _write(source, problem.format, prepared.arch, kind, prepared.tensors)
-    prepared.report["warnings"] = []
-    _report_requantized(prepared.report, tuple(format_name(w) for w in (w13, w2)), problem.format)
 
+    def replace_all() -> None:
+        if losses is not None:
+            prepared.report.setdefault("fold", {})[kind] = losses
+        for name, value in small.items():
+            prepared.tensors[name].copy_(value)
+        for source in sources:
+            _write(source, problem.format, prepared.arch, kind, prepared.tensors)
+        prepared.report["warnings"] = []
+        held = tuple(format_name(w) for w in (w13, w2))
+        _report_requantized(prepared.report, held, problem.format)
 
-def save_prepared(prepared: PreparedWeights, path: str | os.PathLike) -> None:
-    """Write prepared weights to one file; an older file is replaced whole or not at all.
-
-    RuntimeError where the file cannot be written.
-    """
-    check_prepared(prepared, "prepared")
-    path = Path(path)
-    elsewhere = "save_prepared: expected the path of a file in a folder that exists"
-    if path.is_dir():
-        raise RuntimeError(f"{elsewhere}, got the folder {path}; add a file name")
-    if not path.parent.is_dir():
-        raise RuntimeError(f"{elsewhere}, got {path}; run: mkdir -p {path.parent}")
-    state = {
-        "mark": _FILE_MARK,
-        "version": FILE_VERSION,
-        "problem": asdict(prepared.problem),
-        "layout": prepared.layout,
-        "arch": prepared.arch,
-        "kind": prepared.kind,
-        "variant": {"name": prepared.variant.name, "reason": prepared.variant.reason},
-        "report": prepared.report,
-        "rank": prepared.rank,
-        "tensors": {name: t.cpu() for name, t in prepared.tensors.items()},
-    }
-    state["sha256"] = _digests(state)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        torch.save(state, temporary)
-        os.replace(temporary, path)
-    except (OSError, RuntimeError) as error:  # torch's writer raises RuntimeError on a full disk
-        raise RuntimeError(
-            f"{path}: could not be written ({error}); pass a path on a disk with "
-            f"{prepared.nbytes} bytes free where this user may write"
-        ) from error
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def load_prepared(
-    path: str | os.PathLike,
-    device: torch.device | str = "cpu",
-    problem: Problem | None = None,
-) -> PreparedWeights:
-    """Read a file of ``save_prepared`` onto ``device``.
-
-    problem  None: the file's; else it must describe the same weights, and its max_tokens, top_k and
-             activation constants are taken
-    ValueError for a file that is truncated, damaged, foreign, of another version, or does not fit.
-    FileNotFoundError for none; RuntimeError for a CUDA device where there is none.
-    """
-    device = variants.usable_device(device)
-    if problem is not None:
-        check_problem(problem)
-    path = Path(path)
-    again = "run prepare_weights and save_prepared again"
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such file; {again}")
-    try:
-        # Mapped, so that no second copy is in memory on the way to the device.
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # torch raises whatever its zip and pickle readers do
-        why = str(error).split("\n", 1)[0][:200]
-        raise ValueError(
-            f"{path}: truncated, or not a file of save_prepared ({why}); {again}"
-        ) from error
-    check(
-        isinstance(state, dict) and state.get("mark") == _FILE_MARK,
-        f"{path}: expected a file of save_prepared, got other torch data; {again}",
-    )
-    check(
-        state.get("version") == FILE_VERSION,
-        f"{path}: expected version {FILE_VERSION}, got {state.get('version')!r}; {again}",
-    )
-    try:
-        held = _checked_state(state)
-    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
-        raise ValueError(f"{path}: damaged ({error}); {again}") from error
-    if problem is not None:
-        held.problem = _matching_problem(held.problem, problem)
-        held.variant = variants.Variant(held.problem, held.variant.name, held.variant.reason)
-    # A copy also on the CPU: the mapping must not outlive the file's name.
-    held.tensors = {name: t.to(device, copy=True) for name, t in held.tensors.items()}
-    return held
+    return replace_all
 
 
 # Kind and fold
 
 
-def _packing(arch: str) -> ModuleType:
+def packing_of(arch: str) -> ModuleType:
     """The arch's weight layouts: plain Python and torch."""
     return variants.kernels_module(arch, "packing")
 
 
 def _folds(arch: str | None) -> dict[str, int | None]:
     """The arch's kinds that fold MXFP8 scales, and what each folds over."""
-    return {} if arch is None else _packing(arch).FOLD_GROUPS
+    return {} if arch is None else packing_of(arch).FOLD_GROUPS
 
 
 def _choose_kind(
@@ -381,7 +315,7 @@ def _choose_kind(
         return None, {}
     losses = {}
     folds = _folds(arch)
-    for kind in _packing(arch).kinds(problem):
+    for kind in packing_of(arch).kinds(problem):
         if kind not in folds:
             return kind, losses
         losses[kind] = {
@@ -430,7 +364,7 @@ def _write(
 ) -> None:
     """Bring every row of one matrix into the prepared tensors."""
     out, out_sf = tensors[source.name], tensors.get(f"{source.name}_sf")
-    packing, folds = None if arch is None else _packing(arch), _folds(arch)
+    packing, folds = None if arch is None else packing_of(arch), _folds(arch)
     for expert in range(source.tensor.shape[0]):
         for start, end in source.slabs():
             rows, scale = source.block_scaled(expert, start, end, fmt)
@@ -463,15 +397,15 @@ def _report_requantized(report: dict[str, Any], held: tuple[str, ...], fmt: str)
         )
 
 
-# Tensors and files
+# Tensors
 
 
-def _tensor_specs(
+def tensor_specs(
     problem: Problem, arch: str | None, kind: str | None
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Name -> (shape, dtype) of every prepared tensor; kind None: the plain layout."""
     if kind is not None:
-        return _packing(arch).tensor_specs(problem, kind)
+        return packing_of(arch).tensor_specs(problem, kind)
     experts, fmt = problem.num_local_experts, formats.BY_NAME[problem.format]
     specs = {}
     for name in MATRICES:
@@ -495,78 +429,15 @@ def _allocate(
     """The prepared tensors, uninitialised but for their padding rows."""
     tensors = {
         name: torch.empty(shape, dtype=dtype, device=device)
-        for name, (shape, dtype) in _tensor_specs(problem, arch, kind).items()
+        for name, (shape, dtype) in tensor_specs(problem, arch, kind).items()
     }
     if kind is not None:
         for name in MATRICES:
             rows, _ = matrix_shape(problem, name)
-            tensors[name][:, rows // _packing(arch).TILE_M :] = 0
+            tensors[name][:, rows // packing_of(arch).TILE_M :] = 0
             if f"{name}_sf" in tensors:
                 tensors[f"{name}_sf"][..., rows:] = 0
     return tensors
-
-
-def _checked_state(state: dict[str, Any]) -> PreparedWeights:
-    """A loaded file's content as PreparedWeights, every fact compared; else ValueError."""
-    facts = dict(state["problem"])
-    problem = Problem(**{**facts, "activation": SwiGLU(**facts["activation"])})
-    layout, arch, kind = state["layout"], state["arch"], state["kind"]
-    check(problem.is_resolved, "its problem is not resolved")
-    if layout == "plain":
-        check(arch is None and kind is None, f"plain layout with arch={arch!r}, kind={kind!r}")
-    else:
-        check(ARCHES.get(arch) == layout, f"layout {layout!r} for arch {arch!r}")
-        fitting = _packing(arch).kinds(problem)
-        check(kind in fitting, f"kind: expected one of {fitting}, got {kind!r}")
-    _check_rank(state["rank"], problem)
-    tensors, specs = state["tensors"], _tensor_specs(problem, arch, kind)
-    check(
-        tensors.keys() == specs.keys(),
-        f"tensors: expected {sorted(specs)}, got {sorted(tensors)}",
-    )
-    for name, (shape, dtype) in specs.items():
-        held = tensors[name]
-        check(
-            tuple(held.shape) == shape and held.dtype == dtype,
-            f"{name}: expected {list(shape)} {dtype}, got {list(held.shape)} {held.dtype}",
-        )
-        check(
-            held.layout is torch.strided and held.is_contiguous() and held.device.type == "cpu",
-            f"{name}: expected a contiguous, strided tensor, got strides "
-            f"{list(held.stride()) if held.layout is torch.strided else held.layout}",
-        )
-        check(not _has_nan(name, held), f"{name}: expected finite numbers, got NaN or Inf")
-    said, found = state["sha256"], _digests(state)
-    differs = sorted(
-        name for name in said.keys() | found.keys() if said.get(name) != found.get(name)
-    )
-    check(not differs, f"{', '.join(differs)}: another digest than when written")
-    variant = variants.Variant(problem, state["variant"]["name"], state["variant"]["reason"])
-    return PreparedWeights(
-        problem, layout, arch, kind, variant, dict(tensors), state["report"], state["rank"]
-    )
-
-
-def _has_nan(name: str, tensor: torch.Tensor) -> bool:
-    """Whether a bias or a scale is no number; the elements themselves are left to the digest."""
-    if tensor.dtype is torch.float32:
-        return not bool(tensor.isfinite().all())
-    if not name.endswith("_sf"):
-        return False
-    if tensor.dtype is torch.uint8:  # UE8M0
-        return bool((tensor == 0xFF).any())
-    return bool((tensor.view(torch.uint8) & 0x7F == 0x7F).any())
-
-
-def _digests(state: dict[str, Any]) -> dict[str, str]:
-    """sha256 of each tensor's bytes by its name, and "facts" for all else that a file says."""
-    found = {
-        name: hashlib.sha256(t.detach().contiguous().view(-1).view(torch.uint8).numpy()).hexdigest()
-        for name, t in state["tensors"].items()
-    }
-    facts = {name: value for name, value in state.items() if name not in ("tensors", "sha256")}
-    found["facts"] = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-    return found
 
 
 def check_prepared(weights: object, name: str = "weights") -> None:
@@ -578,26 +449,9 @@ def check_prepared(weights: object, name: str = "weights") -> None:
         )
 
 
-def _check_rank(rank: int, problem: Problem) -> None:
+def check_rank(rank: int, problem: Problem) -> None:
     check(
         isinstance(rank, int) and not isinstance(rank, bool) and 0 <= rank < problem.num_ranks,
         f"rank: expected 0..{problem.num_ranks - 1}, got {rank!r}; pass this process's rank as an "
         "int",
     )
-
-
-def _matching_problem(held: Problem, wanted: Problem) -> Problem:
-    """``wanted`` with the file's format and act; ValueError where they are for another problem."""
-    for name in ("hidden", "intermediate", "num_experts", "num_ranks", "bias"):
-        check(
-            getattr(held, name) == getattr(wanted, name),
-            f"problem.{name}: expected {getattr(wanted, name)}, the file holds weights for "
-            f"{getattr(held, name)}; load the right file or prepare the weights again",
-        )
-    for name in ("format", "act"):
-        check(
-            getattr(wanted, name) in ("auto", getattr(held, name)),
-            f"problem.{name}: expected {getattr(wanted, name)!r}, the file holds "
-            f"{getattr(held, name)!r}; prepare the weights again",
-        )
-    return wanted.with_(format=held.format, act=held.act)

@@ -13,7 +13,15 @@ import torch
 
 from moe_ep_jit import layout, variants
 from moe_ep_jit.problem import Problem, check, check_problem
-from moe_ep_jit.transport import TIMEOUT, Exchange, check_group, check_transport
+from moe_ep_jit.topology import agree
+from moe_ep_jit.transport import (
+    TIMEOUT,
+    Exchange,
+    Peers,
+    check_group,
+    check_transport,
+    group_size,
+)
 
 if TYPE_CHECKING:
     from moe_ep_jit.weights import PreparedWeights
@@ -28,6 +36,12 @@ _BF16_BYTES = 2
 
 #: Values of MOE_EP_JIT_DEBUG, in any case, that leave debugging off.
 _OFF = ("", "0", "no", "false", "off")
+
+#: Of both ways to change a topology.
+IN_ROUND = (
+    "update_topology: expected no round in progress, got one; finish it with combine, or drop it "
+    "with ws.reset()"
+)
 
 _TWO_STREAMS = (
     "a call on this workspace started before the one before it had finished, so both results are "
@@ -76,6 +90,8 @@ class Workspace:
         timeout: float = TIMEOUT,
     ) -> None:
         self._closed = True  # until everything below has succeeded
+        self._options = {"backend": backend, "operand": operand, "transport": transport}
+        self._options["timeout"] = timeout
         self.problems = _problems(problem)
         check_transport(transport)
         if self.problems[0].num_ranks == 1:
@@ -333,6 +349,50 @@ class Workspace:
         if self.arch is None:
             return 0
         return int(self.control()[layout.CONTROL_SATURATED].item())
+
+    def update_topology(
+        self, group: object | None, problem: Problem | Iterable[Problem] | None = None
+    ) -> None:
+        """Move to another group of ranks; every rank of the new one calls it together.
+
+        problem  None: the present layers over as many ranks as ``group`` has; else as at
+                 construction
+        Everything is taken anew before the present memory is given back, so both must fit;
+        addresses change, and calls need weights of the rank's experts in the new group. (Experts
+        that move within a group are ``moe_ep_jit.update_topology``'s.)
+        All or nothing: where one rank cannot, that is an error on every rank, and each keeps what
+        it had. ValueError, TypeError, RuntimeError as at construction.
+        """
+        self._check_open()
+        if problem is None:
+            ranks = group_size(group)
+            problems = [p.with_(num_ranks=ranks) for p in self.problems]
+        else:
+            problems = _problems(problem)
+        ranks = problems[0].num_ranks
+        peers = Peers(group, ranks, self.device, self._options["timeout"])
+        fresh, error = None, None
+        # What this rank cannot do by itself, said before the others wait for it in building.
+        try:
+            check(self.round is None, IN_ROUND)
+            (self.local or self).check()  # an earlier call's error, which closing would raise
+        except (ValueError, RuntimeError) as failure:
+            error = failure
+        agree(peers, {}, error)
+        try:
+            fresh = Workspace(
+                problems, group, device=self.device, debug=self.debug, **self._options
+            )
+        except Exception as failure:  # whatever it is, the others wait for this rank's word
+            error = failure
+        try:
+            agree(peers, {}, error)
+        except Exception:
+            if fresh is not None:
+                fresh.close()
+            raise
+        self.__dict__, fresh.__dict__ = fresh.__dict__, self.__dict__
+        fresh.close()
 
     def reset(self) -> None:
         """Drop a round that the stage functions began and did not finish, on the current stream.

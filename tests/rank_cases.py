@@ -10,6 +10,7 @@ import os
 import random
 import time
 from datetime import timedelta
+from types import SimpleNamespace
 
 import torch
 
@@ -51,7 +52,7 @@ def make_weights(problem, rank):
     shard = moe.prepare_weights(
         w13[own], w2[own], problem, rank=rank, **{n: t[own] for n, t in bias.items()}
     )
-    alone = problem.with_(num_ranks=1, wire="auto", max_recv_rows=None)
+    alone = problem.with_(num_ranks=1, wire="auto", combine_wire="bf16", max_recv_rows=None)
     return shard, moe.prepare_weights(w13, w2, alone, **bias)
 
 
@@ -94,15 +95,22 @@ def draw_round(problem, seed, how=None, sizes=None):
     return out
 
 
-def unsharded(inputs, rank, full, wire):
+def unsharded(inputs, rank, full, wire, combine_wire="bf16"):
     """The rows of ``rank`` of one call with the tokens of all ranks.
 
-    wire  None, or the format that x is rounded to before
+    wire          None, or the format that x is rounded to before
+    combine_wire  what the experts' rows are rounded to
     """
     x, ids, topk_weights = (torch.cat(parts) for parts in zip(*inputs, strict=True))
     x = x if wire is None else formats.quantize(x, wire)
     first = sum(len(inputs[r][0]) for r in range(rank))
-    y = reference.moe_forward(x, ids, topk_weights, full)
+    ws = SimpleNamespace()
+    reference.dispatch(reference.quantize(x, full.problem), ids, ws, full)
+    reference.gate_up(ws, full)
+    reference.down(ws, full)
+    ws.reference.y = reference.carried(ws.reference.y, combine_wire)
+    y = torch.empty(len(ids), full.problem.hidden, dtype=torch.bfloat16)
+    reference.combine(ids, topk_weights, ws, full, out=y)
     return y[first : first + len(inputs[rank][0])]
 
 
@@ -134,10 +142,30 @@ def agree(env, name, facts, seed, rounds):
         ws.output.fill_(float("nan"))
         ws.exchange._memory.fill_(0xFF)
         y = moe.moe_forward(*inputs[rank], shard, ws)
-        if not torch.equal(y, unsharded(inputs, rank, full, problem.wire if lossy else None)):
+        wire = problem.wire if lossy else None
+        if not torch.equal(y, unsharded(inputs, rank, full, wire, problem.combine_wire)):
             wrong.append((index, HOWS[index % len(HOWS)]))
     ws.close()
     return wrong
+
+
+def rounded_way_back(env, fmt):
+    """Relative L2 errors of combine_wire="mxfp8" against "bf16", and the fleet's alone."""
+    inputs = draw_round(make_problem(env.size), 17, "uniform", [16] * env.size)
+    x, ids, topk_weights = inputs[env.rank]
+    results = []
+    for combine_wire in ("bf16", "mxfp8"):
+        problem = make_problem(env.size, format=fmt, combine_wire=combine_wire)
+        shard, _ = make_weights(problem, env.rank)
+        with moe.Workspace(problem, env.groups["all"], device="cpu") as ws:
+            results.append(moe.moe_forward(x, ids, topk_weights, shard, ws).float())
+    with moe.create_fleet(problem, env.groups["all"], device="cpu") as own:
+        handle = own.handle(ids[:, :3])
+        rows = torch.randn(handle.num_rows, HIDDEN).bfloat16()
+        back = handle.combine(rows)
+        rounded = formats.dequantize(formats.quantize(rows, "mxfp8")).bfloat16()
+        same = torch.equal(back, handle.combine(rounded))
+    return tuple(reference.error(results[1], results[0])), same
 
 
 def repeat(env, times):

@@ -20,6 +20,7 @@ from rank_cases import (
 
 import moe_ep_jit as moe
 from moe_ep_jit import jit, layout, variants, workspace
+from moe_ep_jit.tools import timemodel
 
 
 def at(address, dtype, *shape):
@@ -114,10 +115,11 @@ def compiled(env):
 
 
 def emulated(env, name, fmt, tile_n, seeds):
-    """Sharded kernels against unsharded ones, both by the PTX emulator, in several schedules.
+    """Sharded kernels against unsharded ones, both by the PTX emulator, in several schedules: the
+    sum over k included, which is a kernel's in one case and torch's in the other.
 
-    The weights are powers of two: their products are exact, so that the kernel's fused sum and this
-    transport's agree, and all that is left to differ is what moved and what the experts made of it.
+    Every other token has one expert twice, weighted w and -w: nothing may be left, as it would be
+    were a product not rounded before it is added.
     """
     rank = env.rank_in(name)
     if rank < 0:
@@ -138,7 +140,9 @@ def emulated(env, name, fmt, tile_n, seeds):
     wrong = []
     for seed in seeds:
         inputs = draw_round(problem, seed, HOWS[seed % len(HOWS)], sizes=[seed % 9, 8 - seed % 5])
-        inputs = [(x, ids, torch.exp2(-(w * 4).floor())) for x, ids, w in inputs]
+        for _, ids, topk_weights in inputs:
+            ids[::2, 1] = ids[::2, 0]
+            topk_weights[::2, 1] = -topk_weights[::2, 0]
         ws.local.emulator.seed = seed
         y = moe.moe_forward(*inputs[rank], shard, ws, config=config)
         whole = [torch.cat(parts) for parts in zip(*inputs, strict=True)]
@@ -150,9 +154,9 @@ def emulated(env, name, fmt, tile_n, seeds):
     return wrong
 
 
-def traffic(env):
+def traffic(env, combine_wire):
     """Bytes that this rank sends to others in a round, and what routing alone says."""
-    problem = make_problem(env.size, act="bf16", wire="nvfp4")
+    problem = make_problem(env.size, act="bf16", wire="nvfp4", combine_wire=combine_wire)
     inputs = draw_round(problem, 71, "skips", sizes=[3, 16, 0, 7])
     shard, _ = make_weights(problem, env.rank)
     dist = torch.distributed
@@ -179,4 +183,8 @@ def traffic(env):
     leave = int((owner[env.rank] != env.rank).sum())
     back = sum(int((owner[r] == env.rank).sum()) for r in range(env.size) if r != env.rank)
     rows = [leave * n for n in (HIDDEN // 2, HIDDEN // 16, 4)]
-    return sent, {"counts": 4096 * (env.size - 1), "rows": [*rows, back * HIDDEN * 2]}
+    widths = (2 * HIDDEN,) if combine_wire == "bf16" else (HIDDEN, HIDDEN // 32)
+    rows += [back * n for n in widths]
+    model = timemodel.traffic(problem, [ids for _, ids, _ in inputs])
+    model = {phase: int(table[env.rank].sum()) for phase, table in model.items()}
+    return sent, {"counts": 4096 * (env.size - 1), "rows": rows}, model

@@ -247,6 +247,9 @@ def test_plan_prints_a_table_and_bounds_what_is_received(capsys):
     said = capsys.readouterr().out
     assert "8 rank(s) of 32 experts, 4096 tokens, at most 40000 rows received" in said
     assert "7392 bytes of mxfp8 there, 14336 of bf16 back" in said
+    assert "a token sent once per rank would be 1.51 times fewer rows there" in said
+    assert re.search(r"^ H200 +4096 +623.01 +0.566 +2.914 +1.086 +4.580 *$", said, re.MULTILINE)
+    assert re.search(r"^ B200 +8 +1.25 ", said, re.MULTILINE)
     assert cli.main(["plan", "--preset", "qwen3-30b", "--ranks", "3"]) == 1
     assert "expected a multiple of num_ranks=3" in capsys.readouterr().err
 
@@ -289,7 +292,7 @@ def test_demo_compiles_then_loads(cache):
         assert [shown["format"] for shown in result["formats"]] == list(FORMATS)
         assert all(shown["ms"] is None for shown in result["formats"])
         assert all(shown["ran_on"] == "emulator" for shown in result["formats"])
-        assert all(0 < shown["error"]["whole"] < 2e-3 for shown in result["formats"])
+        assert all(0 <= shown["error"]["whole"] < 2e-3 for shown in result["formats"])
         # Zero would mean that nothing was quantized.
         assert all(shown["dense_error"] > 0.02 for shown in result["formats"])
         kernels = [kernel for shown in result["formats"] for kernel in shown["kernels"]]

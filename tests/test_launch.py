@@ -150,6 +150,7 @@ def test_one_call_with_every_argument_in_its_place(gpu, fmt):
         **{name: ws.views(problem)[name].data_ptr() for name in regions},
         "recv_rows": MAX_TOKENS * TOP_K,
         "error": ws.error_address,
+        "load": weights.topology.load.data_ptr(),
         "stream": STREAM,
     }
     want.setdefault("h_sf", 0)

@@ -233,7 +233,9 @@ def test_exchange_regions_hold_every_row_of_the_payload(payload, bytes_a_row):
     assert end <= layout.exchange_bytes(problem) < end + layout.REGION_ALIGN
     for name, rows in (("send_rows", 800), ("recv_rows", 3200)):  # the worst case is below 5003
         assert rows * bytes_a_row <= regions[name].nbytes < rows * bytes_a_row + 48
-    assert regions["returned"].shape == (800, 7168)
+    for combine_wire, width in (("bf16", 14336), ("mxfp8", 7168 + 224)):
+        back = layout.exchange_regions(problem.with_(combine_wire=combine_wire))["returned"]
+        assert back.nbytes == 800 * width
     bounded = layout.exchange_regions(problem.with_(max_recv_rows=77))
     assert bounded["recv_rows"].nbytes < 77 * bytes_a_row + 48
 

@@ -226,7 +226,10 @@ def test_wires_of_several_ranks(act, wires):
                 "rounded for the wire is not rounded again"
             )
     assert make(**several).payload == act
-    assert "got 'auto' and 'mxfp8'" in refusal(**several, combine_wire="mxfp8")
+    assert make(**several, combine_wire="mxfp8").local.combine_wire == "bf16"
+    assert refusal(**several, combine_wire="nvfp4") == (
+        "combine_wire: expected one of ('bf16', 'mxfp8'), got 'nvfp4'"
+    )
 
 
 def test_wire_may_name_the_act():

@@ -21,6 +21,8 @@ VARIANTS = [
     {"format": "nvfp4", "act": "nvfp4"},
     {"format": "nvfp4", "act": "mxfp8", "bias": True},
     {"format": "nvfp4", "act": "bf16", "wire": "nvfp4"},
+    {"format": "mxfp8", "combine_wire": "mxfp8"},
+    {"format": "nvfp4", "wire": "mxfp8", "act": "bf16", "combine_wire": "mxfp8"},
 ]
 
 
@@ -36,6 +38,15 @@ def ranks(tmp_path_factory):
 def test_sharded_equals_unsharded(ranks, group, facts, seed):
     found = ranks.run(cases.agree, group, facts, seed % 10_000, 14)
     assert [wrong for wrong in found if wrong] == []
+
+
+@pytest.mark.parametrize("fmt", ["mxfp8", "nvfp4"])
+def test_rows_rounded_for_the_way_back_stay_within_the_formats_error(ranks, fmt):
+    for (whole, worst_row, worst_block), same in ranks.run(cases.rounded_way_back, fmt):
+        assert 2e-2 < whole < 3e-2
+        assert worst_row < 4e-2
+        assert worst_block < 8e-2
+        assert same  # what MXFP8 holds crosses it unchanged
 
 
 def test_equal_inputs_give_equal_bits_under_delays(ranks):
@@ -153,9 +164,13 @@ def test_emulated_kernels_agree_sharded_and_unsharded(ranks, fmt, tile_n):
     assert found == [[], [], None, None]
 
 
-def test_bytes_on_the_wire_are_those_of_the_routed_rows(ranks):
-    for sent, want in ranks.run(kernels.traffic):
+@pytest.mark.parametrize("combine_wire", ["bf16", "mxfp8"])
+def test_bytes_on_the_wire_are_those_of_the_routed_rows(ranks, combine_wire):
+    for sent, want, model in ranks.run(kernels.traffic, combine_wire):
         assert sent == want
+        # What ``plan`` predicts times from.
+        there, back = sum(sent["rows"][:3]), sum(sent["rows"][3:])
+        assert model == {"counts": sent["counts"], "dispatch": there, "combine": back}
 
 
 def test_workspaces_come_and_go(ranks):

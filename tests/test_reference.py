@@ -12,6 +12,7 @@ import torch
 from moe_ep_jit import formats, reference
 from moe_ep_jit.formats import BlockScaled
 from moe_ep_jit.problem import ACTS, Problem, SwiGLU
+from moe_ep_jit.topology import Topology
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.sm90)]
 PAIRS = [(fmt, act) for fmt, acts in ACTS.items() for act in acts]
@@ -27,6 +28,8 @@ class Weights:
     tensors: dict[str, torch.Tensor]
     biases: dict[str, torch.Tensor | None]
     h_global_scale: torch.Tensor
+    topology: Topology
+    rank: int = 0
 
     def dequantize(self, name: str, expert: int | None = None) -> torch.Tensor:
         return self.tensors[name] if expert is None else self.tensors[name][expert]
@@ -54,7 +57,9 @@ def weights_of(
     scales = torch.full((experts,), h_scale, device=device) * torch.arange(1, experts + 1).to(
         device
     )
-    return Weights(problem, {"w13": quantized(w13), "w2": quantized(w2)}, biases, scales)
+    tensors = {"w13": quantized(w13), "w2": quantized(w2)}
+    topology = Topology(problem.num_experts, device)
+    return Weights(problem, tensors, biases, scales, topology)
 
 
 def make(fmt: str, act: str, tokens: int = 9, device: str = "cpu", **changes) -> SimpleNamespace:
@@ -362,3 +367,17 @@ class TestError:
 
     def test_empty(self):
         assert reference.error(torch.ones(0, 64), torch.ones(0, 64)) == (0, 0, 0)
+
+
+@pytest.mark.cpu
+def test_rows_carried_back_in_mxfp8_stay_within_the_bounds():
+    y = (torch.randn(64, 256) * 2.0 ** torch.randint(-20, 20, (64, 256))).bfloat16()
+    assert torch.equal(reference.carried(y, "bf16"), y.float())
+    difference = (reference.carried(y, "mxfp8") - y.float()).abs().view(64, 8, 32)
+    size = y.float().abs().view(64, 8, 32)
+    largest = size.amax(-1, keepdim=True)
+    assert bool((difference <= torch.maximum(size / 16, largest * 2.0**-17)).all())
+    assert bool((difference > largest * 2.0**-19).any())
+    y = torch.randn(256, 1024).bfloat16()
+    whole = reference.error(reference.carried(y, "mxfp8"), y.float()).whole
+    assert 2.6e-2 < whole < 2.7e-2

@@ -365,6 +365,36 @@ def test_updated_weights_reach_a_captured_graph():
     ws.close()
 
 
+def test_moved_experts_and_their_counters_reach_a_captured_graph():
+    layer = make_layer("mxfp8")
+    w13 = torch.randn(EXPERTS, 2 * INTERMEDIATE, HIDDEN, device="cuda").bfloat16() * 0.05
+    w2 = torch.randn(EXPERTS, HIDDEN, INTERMEDIATE, device="cuda").bfloat16() * 0.05
+    weights = moe.prepare_weights(w13, w2, layer.weights.problem)
+    ws = make_workspace(weights)
+    inputs = make_inputs(64)
+    want = moe.moe_forward(*inputs, weights, ws).clone()
+    places = list(range(EXPERTS))
+    moe.update_topology(ws, weights, places)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = moe.moe_forward(*inputs, weights, ws)
+    assert not weights.topology.load.any()
+    rows = torch.bincount(inputs[1].flatten().long(), minlength=EXPERTS).cpu()
+    for turn in range(2):
+        for times in (1, 2, 3):
+            graph.replay()
+            assert torch.equal(bits(y), bits(want))
+            load = weights.topology.snapshot()
+            assert torch.equal(load.logical, times * rows)
+            assert load.ready()
+        if turn == 0:
+            places = places[::-1]
+            moe.update_topology(ws, weights, places, w13.flip(0), w2.flip(0))
+    weights.topology.reset_load()
+    assert not weights.topology.snapshot().physical.any()
+    ws.close()
+
+
 def test_cold_call_under_capture_is_refused_and_warm_up_cures_it():
     layer = make_layer("mxfp8")
     inputs = make_inputs(64)

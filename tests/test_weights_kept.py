@@ -26,13 +26,8 @@ from weight_cases import (
 
 from moe_ep_jit import formats
 from moe_ep_jit.formats import MXFP8
-from moe_ep_jit.weights import (
-    PreparedWeights,
-    load_prepared,
-    prepare_weights,
-    save_prepared,
-    update_weights,
-)
+from moe_ep_jit.weights import PreparedWeights, prepare_weights, update_weights
+from moe_ep_jit.weights_file import load_prepared, save_prepared
 
 pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("one_thread")]
 
@@ -134,14 +129,18 @@ def test_saved_and_loaded(arch: str | None, fmt: str, act: str, tmp_path: Path) 
     w13, w2 = sources(problem)
     prepared = prepare_weights(w13, w2, problem, arch=arch, **random_biases(problem))
     path = tmp_path / "layer.pt"
+    prepared.topology.place([1, 0])
     save_prepared(prepared, path)
     assert [p.name for p in tmp_path.iterdir()] == ["layer.pt"]
     loaded = load_prepared(path)
     path.write_bytes(b"")  # the loaded tensors are copies
     assert same_bits(loaded.tensors, prepared.tensors)
     for f in dataclasses.fields(PreparedWeights):
-        if f.name != "tensors":
+        if f.name not in ("tensors", "topology"):
             assert getattr(loaded, f.name) == getattr(prepared, f.name), f.name
+    for held in (loaded, prepared.to("cpu")):
+        assert held.topology.physical_to_logical == [1, 0]
+        assert held.topology.physical_ids(torch.tensor([[0], [1]]), 0, 2).tolist() == [[1], [0]]
     update_weights(loaded, w13, w2, w13_bias=torch.zeros(2, 256), w2_bias=torch.zeros(2, 192))
 
 
@@ -240,6 +239,10 @@ def _rank_out_of_range(state: dict) -> Any:
     return {**state, "rank": 1}
 
 
+def _bad_map(state: dict) -> Any:
+    return {**state, "physical_to_logical": [0, 2]}
+
+
 def _rank_as_text(state: dict) -> Any:
     return {**state, "rank": "0"}
 
@@ -264,7 +267,7 @@ def _unknown_fact(state: dict) -> Any:
     ("change", "message"),
     [
         (_foreign, "other torch data"),
-        (_old_version, "expected version 1, got 0"),
+        (_old_version, "expected version 2, got 0"),
         (_no_tensor, "w2_sf"),
         (_wrong_shape, "w2: expected"),
         (_wrong_dtype, "w2_sf: expected"),
@@ -277,6 +280,7 @@ def _unknown_fact(state: dict) -> Any:
         (_other_fact, "facts: another digest"),
         (_no_digests, "sha256"),
         (_rank_out_of_range, r"rank: expected 0\.\.0, got 1"),
+        (_bad_map, "physical_to_logical: expected a place for every logical expert"),
         (_rank_as_text, r"rank: expected 0\.\.0, got '0'"),
         (_wrong_kind, "kind: expected"),
         (_wrong_arch, "layout 'sm90' for arch 'sm_100a'"),

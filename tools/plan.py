@@ -1,4 +1,6 @@
-"""``moe-ep-jit plan``: what one rank's workspace takes, region by region; needs no GPU."""
+"""``moe-ep-jit plan``: one rank's memory, region by region, and the times that calls of all ranks
+should take; needs no GPU.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +12,7 @@ from rich.table import Table
 
 from moe_ep_jit import layout, variants
 from moe_ep_jit.problem import Problem
+from moe_ep_jit.tools import timemodel
 from moe_ep_jit.workspace import Workspace
 
 _MIB = 2**20
@@ -19,8 +22,9 @@ def make(name: str, problem: Problem) -> dict[str, Any]:
     """The plan of a layer called ``name``, JSON-able; format "auto" counts as "mxfp8".
 
     ``bytes`` is ``Workspace.bytes_needed``; the bytes of ``regions`` add up to it. ``wire`` is what
-    a row of (token, k) costs on its way to another rank and back.
+    a row of (token, k) costs on its way to another rank and back; ``times`` is ``timemodel.table``.
     """
+    times = timemodel.table(problem.with_(format="mxfp8") if problem.format == "auto" else problem)
     problem = variants.choose_variant(problem, None).problem
     several = problem.num_ranks > 1
     own = problem.local if several else problem
@@ -42,8 +46,9 @@ def make(name: str, problem: Problem) -> dict[str, Any]:
     regions.append(_row("all", "alignment", (rest,), "u8"))
     wire = {
         "payload": problem.payload,
-        "dispatch": sum(layout.wire_parts(problem.hidden, problem.payload).values()),
-        "combine": 2 * problem.hidden,
+        "back": problem.combine_wire,
+        **timemodel.row_bytes(problem),
+        "once_per_rank": timemodel.once_per_rank(problem),
     }
     return {
         "name": name,
@@ -56,6 +61,7 @@ def make(name: str, problem: Problem) -> dict[str, Any]:
         "bytes": total,
         "regions": regions,
         "wire": wire if several else None,
+        "times": times,
     }
 
 
@@ -84,9 +90,30 @@ def show(plans: list[dict[str, Any]], console: Console, as_json: bool) -> None:
             wire = plan["wire"]
             console.print(
                 f"a row of (token, k) between ranks: {wire['dispatch']} bytes of {wire['payload']} "
-                f"there, {wire['combine']} of bf16 back\n",
+                f"there, {wire['combine']} of {wire['back']} back; a token sent once per rank "
+                f"would be {wire['once_per_rank']:.2f} times fewer rows there",
                 soft_wrap=True,
             )
+        if plan["times"]:
+            _show_times(plan["times"], console)
+        console.print()
+
+
+def _show_times(times: list[dict[str, Any]], console: Console) -> None:
+    table = Table("predicted for", box=None)
+    names = ("tokens a rank", "MB sent", "dispatch", "GEMMs", "combine", "layer ms")
+    for name in names:
+        table.add_column(name, justify="right")
+    for row in times:
+        # The counts are the first part of dispatch.
+        stages = (row["counts_ms"] + row["dispatch_ms"], row["gemm_ms"], row["combine_ms"])
+        table.add_row(
+            row["gpu"],
+            str(row["tokens"]),
+            f"{sum(row['out'].values()) / 1e6:.2f}",
+            *(f"{ms:.3f}" for ms in (*stages, row["layer_ms"])),
+        )
+    console.print(table)
 
 
 def _row(what: str, name: str, shape: tuple[int, ...], dtype: str) -> dict[str, Any]:

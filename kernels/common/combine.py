@@ -1,5 +1,8 @@
 """Combine: the weighted sum of each token's rows, in fp32 and in the order of k, straight into the
 output.
+
+A product is rounded before it is added, as ``reference.weighted_sum`` does: what sums the rows that
+other ranks return, kernel or torch, then agrees with this bit for bit.
 """
 
 from typing import NamedTuple
@@ -113,8 +116,9 @@ class Combine:
                     weight = weights[k]
                     for i in cutlass.range_constexpr(4):
                         word = words[i, k - first]
-                        total[2 * i] = total[2 * i] + weight * ptx.low_bf16(word)
-                        total[2 * i + 1] = total[2 * i + 1] + weight * ptx.high_bf16(word)
+                        low, high = ptx.low_bf16(word), ptx.high_bf16(word)
+                        total[2 * i] = ptx.add(total[2 * i], ptx.mul(weight, low))
+                        total[2 * i + 1] = ptx.add(total[2 * i + 1], ptx.mul(weight, high))
         packed = cute.make_rmem_tensor(4, Int32)
         for i in cutlass.range_constexpr(4):
             packed[i] = ptx.pack_bf16x2(total[2 * i], total[2 * i + 1])

@@ -108,12 +108,13 @@ class Forward:
         y: Int64,
         recv_rows: Int32,
         error: Int64,
+        load: Int64,
         stream: CUstream,
     ):
         sf_stride = layout.sf_pitch(recv_rows, self.num_experts)
         route = RouteArgs(
             tokens, num_tokens, ids, ids_stride, ids_words, control, chunk_counts, slot_rank,
-            expert_info, tiles, row_slot, error,
+            expert_info, tiles, row_slot, error, load,
         )  # fmt: skip
         shared = (tiles, expert_info, row_slot)
         swiglu = (control, limit, alpha, beta)

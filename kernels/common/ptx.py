@@ -134,6 +134,13 @@ def store_system(address, value, *, loc=None, ip=None):
 
 
 @dsl_user_op
+def reduce_add(address, value, *, loc=None, ip=None):
+    """Add an Int64 to the one at an address, atomically; nobody waits for it."""
+    code = "red.relaxed.gpu.global.add.u64 [$0], $1;"
+    _asm(None, [Int64(address), Int64(value)], code, "l,l,~{memory}", True)
+
+
+@dsl_user_op
 def bulk_load(dst, src, size, mbar, policy, *, loc=None, ip=None):
     """Copy ``size`` contiguous bytes from global to shared memory; the mbarrier counts them.
 

@@ -29,6 +29,7 @@ class RouteArgs(NamedTuple):
     tiles: Int64
     row_slot: Int64
     error: Int64
+    load: Int64
 
 
 @cute.jit
@@ -172,6 +173,8 @@ class Route:
             info[2] = first_rows[e]
             info[3] = first_rows[e + 1] - first_rows[e]
             cute.autovec_copy(info, ptx.vector(Int32, args.expert_info + Int64(e) * 16, 4))
+            # Atomic: the same weights may be in use in another workspace at this moment.
+            ptx.reduce_add(args.load + Int64(e) * 8, Int64(info[3]))
         num_tiles = first_tiles[self.num_experts]
         for i in cutlass.range(thread, num_tiles, self.threads):
             # The expert of n-tile i: the last whose first tile is at or before it.

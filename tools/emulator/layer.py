@@ -133,7 +133,7 @@ class EmulatedLaunch:
             for name, region in layout.regions(problem, weights.operand).items()
         }
         self.error = ws.error_address
-        self.fixed = dict(weights.tensors)
+        self.fixed = {**weights.tensors, "load": weights.topology.load}
 
     def run(self, args: list[Any], tensors: tuple[Any, ...]) -> None:
         """Carry out one call's launches and wait for their end. Raises the first Fault."""
