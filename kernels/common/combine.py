@@ -8,7 +8,17 @@ other ranks return, kernel or torch, then agrees with this bit for bit.
 from typing import NamedTuple
 
 import cutlass
-from cutlass import BFloat16, Float16, Float32, Float64, Int32, Int64, cute, memory, select_
+from cutlass import (
+    BFloat16,
+    Float16,
+    Float32,
+    Float64,
+    Int32,
+    Int64,
+    cute,
+    memory,
+    select_,
+)
 
 from moe_ep_jit import layout
 from moe_ep_jit.kernels.common import ptx
@@ -43,7 +53,7 @@ class Combine:
     @cute.jit
     def __call__(self, route: RouteArgs, args: CombineArgs, num_sms: Int32, stream):
         grid = cutlass.max(
-            cutlass.min(Int64(route.tokens) * self.parts, Int64(num_sms) * 16), Int64(1)
+            cutlass.min(Int64(route.tokens) * self.parts, Int64(num_sms) * 8), Int64(1)
         )
         self.kernel(route, args).launch(
             grid=(Int32(grid), 1, 1), block=(self.threads, 1, 1), stream=stream, use_pdl=True
@@ -55,24 +65,24 @@ class Combine:
         block, _, _ = cute.arch.block_idx()
         grid, _, _ = cute.arch.grid_dim()
         smem = memory.SmemAllocator()
-        weights = smem.allocate_tensor(Float32, cute.make_layout(self.top_k), 16)
+        # Two: an item's are read while the next one's come.
+        weights = smem.allocate_tensor(Float32, cute.make_layout((self.top_k, 2)), 16)
         ranks = smem.allocate_tensor(Int32, cute.make_layout(self.top_k), 16)
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         num_items = Int64(live_tokens(route)) * self.parts
-        item = Int64(block)
+        item, turn = Int64(block), Int32(0)
         while item < num_items:
             token = Int32(item // self.parts)
             column = (Int32(item % self.parts) * self.threads + thread) * 8
             if thread < self.top_k:
                 slot = Int64(token) * self.top_k + thread
                 ranks[thread] = ptx.load(Int32, route.slot_rank + slot * 4)
-                weights[thread] = self.weight(args, token, thread)
+                weights[thread, turn] = self.weight(args, token, thread)
             cute.arch.sync_threads()
-            if column < self.hidden:
-                self.sum(args, token, column, weights, ranks)
-            cute.arch.sync_threads()  # before the next item's weights
+            self.sum(args, token, column, weights[None, turn], ranks)
             item += grid
+            turn = turn ^ 1
         self.leave(route, thread, grid)
 
     @cute.jit
@@ -102,28 +112,34 @@ class Combine:
         total.fill(0.0)
         words = cute.make_rmem_tensor((4, self.rows_in_flight), Int32)
         words.fill(0)  # a skipped row's are moved about, if never used
+        inside = column < self.hidden
         for first in cutlass.range_constexpr(0, self.top_k, self.rows_in_flight):
             ks = list(range(first, min(first + self.rows_in_flight, self.top_k)))
-            for k in cutlass.range_constexpr(ks[0], ks[-1] + 1):
-                if ranks[k] >= 0:
-                    row = Int64(token) * self.top_k + k
-                    cute.autovec_copy(
-                        ptx.vector(Int32, args.y + (row * self.hidden + column) * 2, 4),
-                        words[None, k - first],
-                    )
-            for k in cutlass.range_constexpr(ks[0], ks[-1] + 1):
-                if ranks[k] >= 0:
-                    weight = weights[k]
-                    for i in cutlass.range_constexpr(4):
-                        word = words[i, k - first]
-                        low, high = ptx.low_bf16(word), ptx.high_bf16(word)
-                        total[2 * i] = ptx.add(total[2 * i], ptx.mul(weight, low))
-                        total[2 * i + 1] = ptx.add(total[2 * i + 1], ptx.mul(weight, high))
-        packed = cute.make_rmem_tensor(4, Int32)
+            live = [inside & (ranks[k] >= 0) for k in ks]
+            for i in cutlass.range_constexpr(len(ks)):
+                if live[i]:
+                    row = Int64(token) * self.top_k + ks[i]
+                    at = args.y + (row * self.hidden + column) * 2
+                    cute.autovec_copy(ptx.vector(Int32, at, 4), words[None, i])
+            # The next item's ranks may come. And the rows are in flight together: without it ptxas
+            # moves each row's load down to its sums.
+            cute.arch.sync_threads()
+            for i in cutlass.range_constexpr(len(ks)):
+                if live[i]:
+                    self.add_row(total, weights[ks[i]], words[None, i])
+        if inside:
+            packed = cute.make_rmem_tensor(4, Int32)
+            for i in cutlass.range_constexpr(4):
+                packed[i] = ptx.pack_bf16x2(total[2 * i], total[2 * i + 1])
+            address = args.out + (Int64(token) * args.out_stride + column) * 2
+            cute.autovec_copy(packed, ptx.vector(Int32, address, 4))
+
+    @cute.jit
+    def add_row(self, total, weight, words):
         for i in cutlass.range_constexpr(4):
-            packed[i] = ptx.pack_bf16x2(total[2 * i], total[2 * i + 1])
-        address = args.out + (Int64(token) * args.out_stride + column) * 2
-        cute.autovec_copy(packed, ptx.vector(Int32, address, 4))
+            low, high = ptx.low_bf16(words[i]), ptx.high_bf16(words[i])
+            total[2 * i] = ptx.add(total[2 * i], ptx.mul(weight, low))
+            total[2 * i + 1] = ptx.add(total[2 * i + 1], ptx.mul(weight, high))
 
     @cute.jit
     def leave(self, route, thread, grid):
