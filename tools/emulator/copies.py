@@ -87,7 +87,7 @@ class Copies:
             copy = SmallCopy(self.cta, i, tids, shared, places)
             copy.size, copy.lengths = size, lengths[at]
             for part, offsets, where in sources:
-                self.check_read(part, offsets, 1, size, self.tids[reads[where]], False)
+                self.check_read(part, offsets, 1, size, self.tids[reads[where]])
                 copy.sources.append((part, offsets, rows[where]))
             for tid in tids.tolist():
                 self.cta.copies.setdefault(tid, [[]])[-1].append(copy)

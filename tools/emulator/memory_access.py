@@ -116,17 +116,19 @@ class MemoryAccess:
         unit: int,
         count: int,
         tids: np.ndarray,
-        strong: bool,
+        verb: str = "reads",
     ) -> None:
-        """A Fault unless every byte was written, by a write that these threads may see."""
+        """A Fault unless every byte was written, by a write that these threads may see.
+
+        A strong read races with no strong write, whose record is 0; with an ordinary one it does.
+        """
         bad = part.first_unwritten(offsets, unit, count)
         if bad is not None:
             raise Fault(
                 f"thread {tids[bad]} reads {part.name} + {int(offsets[bad])}, which nothing has "
                 "written"
             )
-        if not strong:
-            self.check_order(part, offsets, unit * count, tids, "reads")
+        self.check_order(part, offsets, unit * count, tids, verb)
 
     def check_order(
         self, part: Memory, offsets: np.ndarray, size: int, tids: np.ndarray, verb: str
@@ -160,7 +162,7 @@ class MemoryAccess:
         found = places(base, offset, unit * count, lanes, f"ld.{space}")
         if len(lanes) == self.count and len(found) == 1 and not order:
             ((part, offsets, _),) = found
-            self.check_read(part, offsets, unit, count, tids, False)
+            self.check_read(part, offsets, unit, count, tids)
             values = part.load(offsets, unit, count)
             return [values.reshape(-1)] if count == 1 else list(np.ascontiguousarray(values.T))
         whole = np.zeros((count, self.count), _UNSIGNED[unit])
@@ -168,7 +170,7 @@ class MemoryAccess:
             if order:
                 self.synchronizes(part, offsets, tids[at], reads=True, order=order)
                 self.polled = f"ld.{order}", part, int(offsets[0])
-            self.check_read(part, offsets, unit, count, tids[at], bool(order))
+            self.check_read(part, offsets, unit, count, tids[at])
             whole[:, lanes[at]] = part.load(offsets, unit, count).T
         return list(whole)
 
@@ -230,7 +232,7 @@ class MemoryAccess:
         operands, changed = [wide(v, self.count) for v in values], False
         for part, offsets, at in found:
             tids = self.tids[lanes[at]]
-            self.check_read(part, offsets, unit, 1, tids, True)
+            self.check_read(part, offsets, unit, 1, tids, "adds to or exchanges")
             self.check_global_write(part, offsets, tids)
             for position, lane in zip(offsets.tolist(), lanes[at].tolist(), strict=True):
                 cell = part.data[position : position + unit].view(kind)
@@ -282,7 +284,7 @@ class MemoryAccess:
             lanes = (warps[:, None] * 32 + 8 * number + np.arange(8)).reshape(-1)
             rows = np.zeros((len(lanes), 2), np.uint64)
             for part, offsets, at in self.shared_places(base, offset, 16, lanes, "ldmatrix"):
-                self.check_read(part, offsets, 8, 2, self.tids[lanes[at]], False)
+                self.check_read(part, offsets, 8, 2, self.tids[lanes[at]])
                 rows[at] = part.load(offsets, 8, 2)
             matrix = rows.view(np.uint16).reshape(-1, 8, 8)
             if transposed:

@@ -287,13 +287,20 @@ class Synchronize:
         """Wait until at most so many committed groups are under way; .read: their reading."""
         (most,) = i.operands
         reading = "read" in i.parts
+        over = []
         for tid in self.active().tolist():
             groups = self.cta.bulk_groups.get(tid, [[]])[:-1]
             older = groups[: max(len(groups) - most.value, 0)]
             if any(not (c.has_read if reading else c.is_done) for g in older for c in g):
                 self.wait = ("bulk copies", tid)
                 return False
+            over.append((tid, older))
         self.wait = None
+        if not reading:
+            for tid, older in over:
+                self.cta.clock.acquire(np.array([tid]), *(c.view for g in older for c in g))
+                for group in older:
+                    group.clear()
         return True
 
     def describe_wait(self) -> str:

@@ -154,9 +154,10 @@ class Store(Copy):
     def __init__(self, cta: Any, instruction: Instruction, write: Any) -> None:
         super().__init__(cta, instruction)
         self.write = write
+        self.view: clocks.View | None = None  # what the wait for it tells
 
     def move(self) -> None:
-        self.write()
+        self.view = self.write()
 
 
 def issue(cta: Any, tid: int, i: Instruction, values: dict[str, Any]) -> None:
@@ -343,12 +344,13 @@ def _issue_store(cta: Any, tid: int, i: Instruction, values: dict[str, Any]) -> 
             raise Fault(f"a reduction into {part.name} + {where}, which nothing has written")
         check_order(cta, tid, part, at - part.base)
 
-    def write() -> None:
+    def write() -> clocks.View:
+        record, view = cta.clock.asynchronous()
         if kind:
             _reduce(part, at - part.base, shared.load(places, 8, 2), operation, kind)
-            return
-        record, _ = cta.clock.asynchronous()
-        part.store(at - part.base, shared.load(places, 8, 2), 8, np.full(len(at), record))
+        else:
+            part.store(at - part.base, shared.load(places, 8, 2), 8, np.full(len(at), record))
+        return view
 
     copy = Store(cta, i, write)
     cta.bulk_groups.setdefault(tid, [[]])[-1].append(copy)
