@@ -15,7 +15,12 @@ from moe_ep_jit import reference, variants
 
 HIDDEN, INTERMEDIATE, EXPERTS, TOP_K, TOKENS = 192, 256, 3, 2, 40
 
-pytestmark = pytest.mark.emulated
+# Runs everywhere, and with a GPU's own tests where one is.
+pytestmark = [
+    pytest.mark.emulated,
+    *([] if SM90_EMULATED else [pytest.mark.sm90]),
+    *([] if SM100_EMULATED else [pytest.mark.sm100]),
+]
 
 
 def arch_of(emulated, name):

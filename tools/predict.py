@@ -94,7 +94,9 @@ def predict(problem: Problem, tokens: int) -> Prediction:
         waves = ceil_div(tiles * gemm.m_steps, workers)
         flops = 2.0 * packing.TILE_M * config.cluster * columns * gemm.k * workers * waves
         math_s += flops / (ceilings.flops * MATH_SHARE)
-        loaded += tiles * gemm.m_steps * gemm.k_stages * gemm.loaded_bytes
+        # A pair's scales of tokens come once for both.
+        stage = config.cluster * (gemm.w_bytes + gemm.token_bytes) + gemm.sf_bytes
+        loaded += tiles * gemm.m_steps * gemm.k_stages * stage
     memory_s = gemm_bytes / (ceilings.read * MEMORY_SHARE)
     floor = floors.floors(problem, kind, kind, tokens, rows, active)
     copies_s = (floor.dispatch_bytes + floor.combine_bytes) / (ceilings.copy * MEMORY_SHARE)
