@@ -49,6 +49,8 @@ class Combine:
     def __init__(self, *, hidden: int, top_k: int):
         self.hidden, self.top_k = hidden, top_k
         self.parts = layout.ceil_div(hidden, 8 * self.threads)
+        # The compiler reads them four at once, also where top_k ends among the four.
+        self.slots = layout.round_up(top_k, 4)
 
     @cute.jit
     def __call__(self, route: RouteArgs, args: CombineArgs, num_sms: Int32, stream):
@@ -66,8 +68,8 @@ class Combine:
         grid, _, _ = cute.arch.grid_dim()
         smem = memory.SmemAllocator()
         # Two: an item's are read while the next one's come.
-        weights = smem.allocate_tensor(Float32, cute.make_layout((self.top_k, 2)), 16)
-        ranks = smem.allocate_tensor(Int32, cute.make_layout(self.top_k), 16)
+        weights = smem.allocate_tensor(Float32, cute.make_layout((self.slots, 2)), 16)
+        ranks = smem.allocate_tensor(Int32, cute.make_layout(self.slots), 16)
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         num_items = Int64(live_tokens(route)) * self.parts
@@ -75,10 +77,13 @@ class Combine:
         while item < num_items:
             token = Int32(item // self.parts)
             column = (Int32(item % self.parts) * self.threads + thread) * 8
-            if thread < self.top_k:
-                slot = Int64(token) * self.top_k + thread
-                ranks[thread] = ptx.load(Int32, route.slot_rank + slot * 4)
-                weights[thread, turn] = self.weight(args, token, thread)
+            if thread < self.slots:
+                rank, weight = Int32(-1), Float32(0.0)
+                if thread < self.top_k:
+                    slot = Int64(token) * self.top_k + thread
+                    rank = ptx.load(Int32, route.slot_rank + slot * 4)
+                    weight = self.weight(args, token, thread)
+                ranks[thread], weights[thread, turn] = rank, weight
             cute.arch.sync_threads()
             self.sum(args, token, column, weights[None, turn], ranks)
             item += grid
