@@ -93,7 +93,7 @@ SHAPES = [
 ]
 if EMULATED:
     SHAPES = [
-        Shape(64, 64, 1, 1, 40), Shape(192, 64, 2, 2, 40), Shape(64, 192, 6, 6, 30),
+        Shape(64, 64, 1, 1, 40), Shape(192, 64, 3, 3, 40), Shape(64, 192, 6, 6, 30),
         Shape(320, 448, 7, 2, 40), Shape(128, 64, 160, 16, 20), Shape(64, 128, 512, 32, 10),
     ]  # fmt: skip
 DISPATCHED = [Shape(64, 64, 3, 3, 500), Shape(320, 64, 6, 6, 400), Shape(8256, 64, 4, 2, 900)]
