@@ -82,7 +82,8 @@ class Problem:
     """One MoE layer, frozen. Sizes are in elements.
 
     hidden, intermediate  multiples of 64
-    num_experts           over all ranks; divisible by ``num_ranks``; at most 512 a rank
+    num_experts           places over all ranks, redundant ones (``update_topology``) included;
+                          divisible by ``num_ranks``; at most 512 a rank
     top_k                 1..32, at most ``num_experts``
     max_tokens            the most tokens one rank passes to one call
     format                "mxfp8", "nvfp4", or "auto" until ``prepare_weights`` has decided
