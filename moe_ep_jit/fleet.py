@@ -36,6 +36,11 @@ def create_fleet(
     """
     check_problem(problem)
     check_transport(transport)
+    check(
+        transport == "collective",
+        f'transport: expected "collective" for a fleet in this version, got {transport!r}; a '
+        'Workspace takes "symm"',
+    )
     if problem.payload == "auto":
         if problem.format == "auto":
             problem = problem.with_(act="bf16")

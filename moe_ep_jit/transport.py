@@ -25,7 +25,10 @@ from moe_ep_jit.problem import ACTS, FORMATS, WIRES, Problem, check
 TIMEOUT = 60.0
 
 #: Where all ranks meet, by what messages and errors call it.
-_PHASES = ("comparing problems", "warm-up", "count exchange")
+_PHASES = ("comparing problems", "warm-up", "count exchange", "reset")
+
+#: What carries rows between ranks: torch.distributed, or kernels over symmetric memory.
+TRANSPORTS = ("collective", "symm")
 
 #: What a rank posts in front of its counts.
 _POST = ("layer (of those that share the buffers)", "format", "act", "payload")
@@ -46,9 +49,9 @@ _AGAIN = (
 def check_transport(transport: object) -> None:
     """ValueError unless this version has ``transport``."""
     check(
-        transport == "collective",
-        f'transport: expected "collective" (torch.distributed; the only one of this version), got '
-        f"{transport!r}; leave it out",
+        transport in TRANSPORTS,
+        f'transport: expected "collective" (torch.distributed) or "symm" (kernels over symmetric '
+        f"memory, one NVLink domain), got {transport!r}",
     )
 
 
@@ -165,20 +168,29 @@ class Peers:
         ]
         self._finish(starts, phase, self.timeout)
 
-    def compare(self, facts: dict[str, Any]) -> None:
-        """ValueError on every rank where ``facts``, JSON-able, differ, naming the fields."""
+    def compare(
+        self,
+        facts: dict[str, Any],
+        phase: str = "comparing problems",
+        timeout: float | None = None,
+    ) -> list[dict[str, Any]]:
+        """ValueError on every rank where ``facts``, JSON-able, differ, naming the fields.
+
+        What begins with "_" may differ. Returns every rank's.
+        """
         text = json.dumps(facts).encode()
         text += b" " * (-len(text) % 4)
         words = torch.frombuffer(bytearray(text), dtype=torch.int32)
-        phase, room = "comparing problems", self.words - 1
+        room = self.words - 1
         length = torch.tensor([len(words)], dtype=torch.int32, device=self.device)
-        longest = int(self.swap(length, phase).max())
+        longest = int(self.swap(length, phase, timeout).max())
         padded = words.new_full((layout.round_up(longest, room),), _SPACES)
         padded[: len(words)] = words
-        pieces = [self.swap(part.to(self.device), phase) for part in padded.split(room)]
+        pieces = [self.swap(part.to(self.device), phase, timeout) for part in padded.split(room)]
         told = [json.loads(row.numpy().tobytes()) for row in torch.cat(pieces, 1)]
         different = []
-        for name in dict.fromkeys(name for theirs in told for name in theirs):
+        names = (name for theirs in told for name in theirs if not name.startswith("_"))
+        for name in dict.fromkeys(names):
             ranks: dict[str, list[int]] = {}
             for rank, theirs in enumerate(told):
                 ranks.setdefault(repr(theirs.get(name)), []).append(rank)
@@ -186,6 +198,7 @@ class Peers:
                 values = " and ".join(f"{value} on {_ranks(on)}" for value, on in ranks.items())
                 different.append(f"{name}: expected the same on every rank, got {values}")
         check(not different, "; ".join(different) + "; pass the same Problem on every rank")
+        return told
 
     def _finish(
         self,
@@ -276,7 +289,7 @@ class Exchange:
         self.problems = tuple(problems)
         self.device = device
         self.peers = Peers(group, problems[0].num_ranks, device, timeout)
-        self.peers.compare(_facts(self.problems))
+        self.peers.compare(layer_facts(self.problems))
         # As the longest post, so that ranks that call different layers meet.
         longest = 1 + len(_POST) + max(p.num_experts for p in self.problems)
         self.peers.words = max(self.peers.words, longest)
@@ -421,7 +434,7 @@ class Exchange:
         return found
 
 
-def _facts(problems: Sequence[Problem]) -> dict[str, Any]:
+def layer_facts(problems: Sequence[Problem]) -> dict[str, Any]:
     """What must be alike on every rank, by the name that a message gives it."""
     facts: dict[str, Any] = {"number of problems": len(problems)}
     for index, problem in enumerate(problems):

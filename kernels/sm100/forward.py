@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from moe_ep_jit.kernels.common.exchange import Ranks
 from moe_ep_jit.kernels.common.forward import Forward, compile_forward
 from moe_ep_jit.kernels.sm100.config import Config
 from moe_ep_jit.kernels.sm100.grouped_gemm import GroupedGemm
@@ -12,10 +13,12 @@ from moe_ep_jit.kernels.sm100.packing import OPERANDS
 
 def forward(
     *, hidden: int, intermediate: int, num_experts: int, top_k: int, kind: str, act: str,
-    x_kind: str, config: Config
+    x_kind: str, config: Config, num_ranks: int = 1
 ) -> Forward:  # fmt: skip
     """The kernels of one rung; the arguments are ``facts.facts``."""
-    common = {"kind": kind, "num_experts": num_experts, "config": config}
+    ranks = Ranks(num_ranks, num_experts) if num_ranks > 1 else None
+    local = num_experts // num_ranks
+    common = {"kind": kind, "num_experts": local, "config": config, "ranks": ranks}
     return Forward(
         hidden=hidden,
         num_experts=num_experts,
@@ -26,6 +29,7 @@ def forward(
         tile_n=config.tile_n,
         gate_up=GroupedGemm(gate_up=True, k=hidden, m=2 * intermediate, **common),
         down=GroupedGemm(gate_up=False, k=intermediate, m=hidden, **common),
+        ranks=ranks,
     )
 
 

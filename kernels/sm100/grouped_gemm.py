@@ -7,7 +7,7 @@ from cutlass import Int16, Int32, Int64, Uint8, const_expr, cute, memory
 from cutlass.cute.nvgpu import cpasync, tcgen05
 
 from moe_ep_jit import layout
-from moe_ep_jit.kernels.common import ptx
+from moe_ep_jit.kernels.common import exchange, ptx
 from moe_ep_jit.kernels.common.epilogue import PITCH
 from moe_ep_jit.kernels.common.forward import GemmArgs
 from moe_ep_jit.kernels.common.schedule import share_num_tiles, step_at, sync_cluster
@@ -99,8 +99,11 @@ class GroupedGemm:
     epilogue_warps = 8
 
     def __init__(
-        self, *, kind: str, gate_up: bool, k: int, m: int, num_experts: int, config: Config
-    ):
+        self, *, kind: str, gate_up: bool, k: int, m: int, num_experts: int, config: Config,
+        ranks: exchange.Ranks | None = None
+    ):  # fmt: skip
+        self.ranks = ranks
+        self.awaits_rows = gate_up and ranks is not None
         self.kind, self.gate_up, self.k, self.m = kind, gate_up, k, m
         self.num_experts = num_experts
         self.tile_n, self.cluster = config.tile_n, config.cluster
@@ -299,6 +302,7 @@ class GroupedGemm:
         # The first tile's weights, while the kernel before still makes its rows.
         ahead = min(self.num_stages, self.k_stages)
         first = index
+        awaited, lane = Int32(-1), cute.arch.lane_idx()
         if index < num_steps:
             tile = self.tile_at(index, rank, args, ptx.load_relaxed)
             for k_stage in cutlass.range_constexpr(ahead):
@@ -308,6 +312,10 @@ class GroupedGemm:
         cute.arch.griddepcontrol_launch_dependents()
         while index < num_steps:
             tile = self.tile_at(index, rank, args, ptx.load_global)
+            if const_expr(self.awaits_rows):
+                if tile.expert != awaited:
+                    exchange.await_rows(self.ranks, args.control, tile.expert, lane)
+                    awaited = tile.expert
             for k_stage in cutlass.range(self.k_stages, unroll=1):
                 # acquire: the MMAs that read the stage are done
                 cute.arch.mbarrier_wait(shared.empty + stage, phase)
@@ -400,13 +408,18 @@ class GroupedGemm:
         wg = cute.arch.make_warp_uniform(thread // 128) - 1
         thread, lane = ptx.keep(thread & 127), ptx.keep(thread & 31)
         place = Place(wg, thread, thread >> 5, lane)
-        count = Int32(0)
+        count, awaited = Int32(0), Int32(-1)
         block, _, _ = cute.arch.block_idx()
         grid, _, _ = cute.arch.grid_dim()
         index, step = block // self.cluster, grid // self.cluster
         num_steps = ptx.load_shared(Int32, shared.num_tiles) * self.m_steps
         while index < num_steps:
             tile = self.tile_at(index, rank, args, ptx.load_global)
+            if const_expr(self.awaits_rows and self.has_row_sf):
+                # Their scales are read before the tile's MMAs are waited for.
+                if tile.expert != awaited:
+                    exchange.await_rows(self.ranks, args.control, tile.expert, lane)
+                    awaited = tile.expert
             buffer, parity = count & 1, (count >> 1) & 1
             accumulator = base + buffer * self.acc_pitch
             epilogue.finish_tile(self, tile, accumulator, buffer, parity, place, shared, args)

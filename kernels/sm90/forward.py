@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from moe_ep_jit.kernels.common.exchange import Ranks
 from moe_ep_jit.kernels.common.fold import Fold
 from moe_ep_jit.kernels.common.forward import Forward, compile_forward
 from moe_ep_jit.kernels.sm90.config import Config
@@ -13,10 +14,11 @@ from moe_ep_jit.kernels.sm90.packing import OPERANDS
 
 def forward(
     *, hidden: int, intermediate: int, num_experts: int, top_k: int, kind: str, act: str,
-    x_kind: str, config: Config
+    x_kind: str, config: Config, num_ranks: int = 1
 ) -> Forward:  # fmt: skip
     """The kernels of one rung; the arguments are ``facts.facts``."""
-    common = {"kind": kind, "act": act, "config": config}
+    ranks = Ranks(num_ranks, num_experts) if num_ranks > 1 else None
+    common = {"kind": kind, "act": act, "config": config, "ranks": ranks}
     folds = config.fold_intermediate
     return Forward(
         hidden=hidden,
@@ -29,6 +31,7 @@ def forward(
         gate_up=GroupedGemm(gate_up=True, k=hidden, m=2 * intermediate, **common),
         down=GroupedGemm(gate_up=False, k=intermediate, m=hidden, **common),
         fold=Fold(intermediate=intermediate, tile_n=config.tile_n) if folds else None,
+        ranks=ranks,
     )
 
 

@@ -71,6 +71,8 @@ class EmulatedLaunch:
             name: (ws.base_address + region.offset, region.nbytes)
             for name, region in layout.regions(problem, weights.operand).items()
         }
+        #: Workspaces of other ranks, in other processes: nobody keeps count of writes there.
+        self.ranks = [] if ws.symmetric is None else ws.symmetric.others
         self.error = ws.error_address
         self.fixed = dict(weights.tensors)
 
@@ -82,9 +84,12 @@ class EmulatedLaunch:
         memory = machine.memory
         if args[_STAGES] & layout.STAGE_DISPATCH:
             # A round begins: nothing that a call before has left behind may be read.
+            for number, (address, size) in enumerate(self.ranks):
+                memory.add(f"rank {number}", address, size, written=True)
             for name, (address, size) in self.regions.items():
+                written = name == "control" or bool(self.ranks and name in layout.PEER_WRITTEN)
                 granule = 1 if name in _BYTEWISE else 4
-                memory.add(name, address, size, written=name == "control", granule=granule)
+                memory.add(name, address, size, written=written, granule=granule)
         for name, tensor in self.fixed.items():
             _add(memory, name, tensor)
         memory.add("error record", self.error, layout.ERROR_WORDS * 4, written=True)
