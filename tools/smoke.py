@@ -3,9 +3,10 @@
     torchrun --nproc_per_node=4 -m moe_ep_jit.tools.smoke --transport collective
     torchrun --nproc_per_node=4 -m moe_ep_jit.tools.smoke --transport symm --device cuda
 
-On CPUs "symm" runs the kernels under the emulator. Each rank runs small layers in both formats, sharded, and compares its rows with the unsharded
-layer, which it can compute since all inputs come from one seed. The first rank prints the verdict;
-the exit status is 0 when all is well on every rank.
+On CPUs "symm" runs the kernels under the emulator. Each rank runs small layers in both formats,
+sharded, and compares its rows with the unsharded layer, which it can compute since all inputs come
+from one seed. The first rank prints the verdict; the exit status is 0 when all is well on every
+rank.
 """
 
 from __future__ import annotations
@@ -137,8 +138,8 @@ def _rounds(fmt: str, device: torch.device, args: argparse.Namespace) -> list[st
         for index in range(args.rounds):
             routing = _ROUTINGS[index % len(_ROUTINGS)]
             inputs = [_draw(problem, routing, index, r, generator) for r in range(ranks)]
-            own = (t.to(device) for t in inputs[rank])
-            y = moe.moe_forward(*own, weights, ws, config=config).cpu()
+            mine = (t.to(device) for t in inputs[rank])
+            y = moe.moe_forward(*mine, weights, ws, config=config).cpu()
             x, ids, topk_weights = (torch.cat(parts) for parts in zip(*inputs, strict=True))
             first = sum(len(inputs[r][0]) for r in range(rank))
             want = reference.moe_forward(x, ids, topk_weights, full)[first : first + len(y)]
