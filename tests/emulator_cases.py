@@ -12,8 +12,9 @@ import torch
 import moe_ep_jit as moe
 from moe_ep_jit import launch, reference, variants
 from moe_ep_jit.tools.emulator import ptx
+from moe_ep_jit.tools.emulator.launches import Kernel, Request
 from moe_ep_jit.tools.emulator.layer import Object
-from moe_ep_jit.tools.emulator.machine import Kernel, Machine, Request
+from moe_ep_jit.tools.emulator.machine import Machine
 
 _MODULE = """
 .version 8.8

@@ -17,11 +17,11 @@ import numpy as np
 import torch
 
 import moe_ep_jit as moe
-from moe_ep_jit import entries, formats, jit, launch, reference, variants
+from moe_ep_jit import cache_admin, entries, formats, launch, reference, variants
 from moe_ep_jit.problem import Problem, check
 from moe_ep_jit.tools.emulator.fault import Fault, UnsupportedError
+from moe_ep_jit.tools.emulator.launches import short_name
 from moe_ep_jit.tools.emulator.layer import Object
-from moe_ep_jit.tools.emulator.machine import short_name
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -50,16 +50,16 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def find(key: str) -> Path:
-    """The one cache entry that ``key`` names."""
-    found = [
-        folder
-        for cache in jit.cache_dirs()
-        for folder in sorted(cache.glob("*/*/*"))
-        if (folder / entries.KEY).is_file() and key in f"{folder.parent.name}/{folder.name}"
-    ]
-    names = ", ".join(f"{f.parent.name}/{f.name}" for f in found[:8])
-    check(len(found) == 1, f"key: expected part of one entry, {key!r} is in {len(found)}: {names}")
-    return found[0]
+    """The one cache entry that ``key`` names; among several, the one made with today's sources."""
+    rows = [r for r in cache_admin.list_entries() if key in f"{r['name']}/{r['fingerprint']}"]
+    found = [r for r in rows if r["usable"]] if len(rows) > 1 else rows
+    names = ", ".join(f"{r['name']}/{r['fingerprint']}" for r in (found or rows)[:8])
+    check(
+        len(found) == 1,
+        f"key: expected part of one entry, as moe-ep-jit cache list shows them; {key!r} is in "
+        f"{len(rows)}, {len(found)} of them of today's sources: {names}",
+    )
+    return Path(found[0]["path"])
 
 
 def run(folder: Path, args: argparse.Namespace) -> int:

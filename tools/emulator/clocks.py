@@ -16,6 +16,8 @@ _TIME_BITS, _THREAD_BITS = 30, 11
 _TIME_MASK = (1 << _TIME_BITS) - 1
 _THREAD_MASK = (1 << _THREAD_BITS) - 1
 UID_SHIFT = _TIME_BITS + _THREAD_BITS
+#: CTA numbers: which stream, then which of it.
+STREAM_SHIFT = 16
 
 
 class View:
@@ -28,11 +30,12 @@ class View:
         uid: int,
         own: np.ndarray,
         fenced: np.ndarray,
-        other: dict[int, np.ndarray],
-        horizon: int,
+        other: dict[int, tuple[np.ndarray, np.ndarray]],
+        horizon: np.ndarray,
     ) -> None:
-        self.uid, self.own, self.fenced, self.other = uid, own, fenced, other
-        self.horizon = horizon  # grids whose CTAs have a smaller uid are complete and visible
+        self.uid, self.own, self.fenced = uid, own, fenced
+        self.other = other  # CTA -> its (own, fenced)
+        self.horizon = horizon  # by stream: CTAs with a smaller uid are complete and visible
 
     def joined(self, view: View) -> View:
         """All that this thread knows and all that ``view`` does."""
@@ -44,21 +47,30 @@ class View:
             fenced = np.maximum(fenced, view.fenced)
             theirs = view.other
         else:
-            theirs = {**view.other, view.uid: view.own}
+            theirs = {**view.other, view.uid: (view.own, view.fenced)}
             if self.uid in theirs:
-                own = np.maximum(own, theirs.pop(self.uid))
+                clock = theirs.pop(self.uid)
+                own, fenced = np.maximum(own, clock[0]), np.maximum(fenced, clock[1])
         if theirs:
             other = dict(other)
             for uid, clock in theirs.items():
-                other[uid] = np.maximum(other[uid], clock) if uid in other else clock
-        return View(self.uid, own, fenced, other, max(self.horizon, view.horizon))
+                other[uid] = _later(other[uid], clock) if uid in other else clock
+        horizon = self.horizon
+        if horizon is not view.horizon:
+            horizon = np.maximum(horizon, view.horizon)
+        return View(self.uid, own, fenced, other, horizon)
+
+
+def _later(a: tuple[np.ndarray, ...], b: tuple[np.ndarray, ...]) -> tuple[np.ndarray, ...]:
+    return a if a is b else (np.maximum(a[0], b[0]), np.maximum(a[1], b[1]))
 
 
 class Clock:
     """The views of all threads of one CTA."""
 
-    def __init__(self, uid: int, threads: int, horizon: int) -> None:
+    def __init__(self, uid: int, threads: int, horizon: np.ndarray) -> None:
         self.uid, self.threads, self.time = uid, threads, 1
+        self._no_grids = np.zeros_like(horizon)
         zeros = np.zeros(threads + 1, np.int64)
         self.views: dict[int, View] = {0: View(uid, zeros, zeros, {}, horizon)}
         self.view_of = np.zeros(threads, np.int64)
@@ -114,14 +126,16 @@ class Clock:
         for view, places in self.groups(tids):
             fenced = np.maximum(view.fenced, view.own)
             fenced[tids[places]] = self.time
-            new = View(self.uid, view.own, fenced, view.other, view.horizon)
+            other = {uid: (own, own) for uid, (own, _) in view.other.items()}
+            new = View(self.uid, view.own, fenced, other, view.horizon)
             self._assign(tids[places], new)
         self.time += 1
 
-    def see_grids(self, tids: np.ndarray, horizon: int) -> None:
+    def see_grids(self, tids: np.ndarray, horizon: np.ndarray) -> None:
         """griddepcontrol.wait: the grids before are complete and visible."""
         for view, places in self.groups(tids):
-            new = View(self.uid, view.own, view.fenced, view.other, max(view.horizon, horizon))
+            seen = np.maximum(view.horizon, horizon)
+            new = View(self.uid, view.own, view.fenced, view.other, seen)
             self._assign(tids[places], new)
 
     def asynchronous(self) -> tuple[int, View]:
@@ -130,7 +144,11 @@ class Clock:
         own = np.zeros(self.threads + 1, np.int64)
         own[self.threads] = self.time
         self.time += 1
-        return record, View(self.uid, own, np.zeros_like(own), {}, 0)
+        return record, View(self.uid, own, np.zeros_like(own), {}, self._no_grids)
+
+    def nothing(self) -> View:
+        zeros = np.zeros(self.threads + 1, np.int64)
+        return View(self.uid, zeros, zeros, {}, self._no_grids)
 
     def hidden(
         self, tids: np.ndarray, records: np.ndarray, fenced: bool
@@ -145,16 +163,17 @@ class Clock:
         if largest == 0:
             return None
         for view, places in self.groups(tids):
-            if largest >> UID_SHIFT < view.horizon:
+            if largest >> UID_SHIFT < view.horizon[0]:
                 continue
             rows = records[places]
             uid = rows >> UID_SHIFT
-            thread = np.minimum(rows >> _TIME_BITS & _THREAD_MASK, self.threads)
+            writer = rows >> _TIME_BITS & _THREAD_MASK
+            thread = np.minimum(writer, self.threads)
             time = rows & _TIME_MASK
             mine = uid == self.uid
             good = mine & (time <= view.own[thread])
             good |= mine & (thread == tids[places][:, None])
-            good |= uid < view.horizon
+            good |= uid < view.horizon[uid >> STREAM_SHIFT]
             ordered = good
             if fenced:
                 copied = thread == self.threads
@@ -164,9 +183,12 @@ class Clock:
             for other in np.unique(uid[~ordered]):
                 clock = view.other.get(int(other))
                 if clock is not None:
-                    known = clock[np.minimum(thread, len(clock) - 1)]
-                    ordered = ordered | ((uid == other) & (time <= known))
-                    good = good | ((uid == other) & (time <= known))
+                    slot = np.minimum(writer, len(clock[0]) - 1)
+                    known = (uid == other) & (time <= clock[0][slot])
+                    ordered = ordered | known
+                    if fenced:
+                        known &= (slot == len(clock[0]) - 1) | (time <= clock[1][slot])
+                    good = good | known
             if not good.all():
                 row, column = np.argwhere(~good)[0]
                 numbers = np.arange(len(tids))[places]

@@ -100,6 +100,8 @@ class Writer:
         if operand.kind == "imm":
             return self.constant(kind, operand.value)
         if operand.kind == "special":
+            if operand.value.startswith("%globaltimer") and kind != "u64":
+                raise self.instruction.unsupported("width of a time")
             return f"c.special({operand.value!r})"
         if operand.kind == "sym":
             return f"c.symbol({operand.value!r}, {kind})"

@@ -11,7 +11,7 @@ from typing import Any
 
 from moe_ep_jit.cache_key import SYMBOL
 from moe_ep_jit.tools.emulator import ptx
-from moe_ep_jit.tools.emulator.machine import Request
+from moe_ep_jit.tools.emulator.launches import Request
 
 _CALLBACK = ctypes.CFUNCTYPE(
     None,

@@ -22,10 +22,11 @@ class Memory:
     """A stretch of bytes that one allocation or one CTA's shared memory is."""
 
     def __init__(
-        self, name: str, base: int, data: np.ndarray, *, written: bool, granule: int
-    ) -> None:
+        self, name: str, base: int, data: np.ndarray, *, written: bool, granule: int,
+        rank: int | None = None,
+    ) -> None:  # fmt: skip
         self.name, self.base, self.size, self.data = name, base, len(data), data
-        self.granule = granule
+        self.granule, self.rank = granule, rank
         self.valid = None if written else np.zeros(len(data), np.uint8)
         self.records: np.ndarray | None = None
         self._views: dict[tuple[int, int, bool], np.ndarray] = {}
@@ -45,6 +46,11 @@ class Memory:
         """From here on nobody has written any of it."""
         self.valid = np.zeros(self.size, np.uint8)
         self._views = {key: view for key, view in self._views.items() if not key[2]}
+
+    def check_rank(self, rank: int, what: str) -> None:
+        """A Fault where the memory is another rank's own."""
+        if self.rank not in (None, rank):
+            raise Fault(f"{what} by rank {rank} at {self.name}, which is rank {self.rank}'s alone")
 
     def load(self, offsets: np.ndarray, unit: int, count: int) -> np.ndarray:
         """[threads, count] elements at byte offsets, aligned to unit * count and inside."""
@@ -110,18 +116,22 @@ class GlobalMemory:
         self._parts: list[Memory] = []
 
     def add(
-        self, name: str, address: int, size: int, *, written: bool, granule: int = 4
-    ) -> Memory | None:
+        self, name: str, address: int, size: int, *, written: bool, granule: int = 4,
+        rank: int | None = None,
+    ) -> Memory | None:  # fmt: skip
         """Let kernels use ``size`` bytes of this process; replaces what overlaps.
 
         granule  bytes that share one record of who wrote them
+        rank     whose kernels alone may use them; None: all ranks' may
         """
         if size == 0:
             return None
         if address % 16:
             raise ValueError(f"{name}: expected an address on 16 bytes, got {address:#x}")
         self.remove(address, size)
-        part = Memory(name, address, host_bytes(address, size), written=written, granule=granule)
+        part = Memory(
+            name, address, host_bytes(address, size), written=written, granule=granule, rank=rank
+        )
         at = bisect.bisect(self._bases, address)
         self._bases.insert(at, address)
         self._parts.insert(at, part)
@@ -138,8 +148,8 @@ class GlobalMemory:
             return self._parts[at]
         return None
 
-    def at(self, address: int, size: int, what: str) -> Memory:
-        """The allocation that holds all these bytes; a Fault where none does."""
+    def at(self, address: int, size: int, what: str, rank: int) -> Memory:
+        """The allocation that holds all these bytes; a Fault where ``rank`` has none."""
         part = self.find(address)
         if part is None:
             raise Fault(f"{what} at {address:#x}, which no allocation holds{self._near(address)}")
@@ -148,6 +158,7 @@ class GlobalMemory:
                 f"{what} of {size} bytes at {part.name} + {address - part.base} runs past its end "
                 f"({part.size} bytes)"
             )
+        part.check_rank(rank, what)
         return part
 
     def _near(self, address: int) -> str:

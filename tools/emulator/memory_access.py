@@ -18,6 +18,7 @@ class MemoryAccess:
 
     unit, count  bytes of an element and elements of a vector; addresses are aligned to all of it
     strong       a relaxed, acquire, release or atomic access: it races with nothing
+    order        "" of an ordinary access, else e.g. "acquire", or "acquire.sys" at that scope
     """
 
     # Places
@@ -33,15 +34,16 @@ class MemoryAccess:
         """(allocation, byte offsets, places in ``lanes``) of the addresses of ``lanes``."""
         wide = np.broadcast_to(base, self.count)[lanes].astype(np.int64) + offset
         self._check_alignment(wide, size, lanes, what)
-        memory = self.cta.machine.memory
+        memory, rank = self.cta.machine.memory, self.cta.launch.rank
         low, high = int(wide.min()), int(wide.max())
         part = memory.find(low)
         if part is not None and high + size <= part.base + part.size:
+            part.check_rank(rank, what)
             return [(part, wide - part.base, np.arange(len(lanes)))]
         groups: dict[int, tuple[Memory, list[int]]] = {}
         for place, address in enumerate(wide.tolist()):
             try:
-                part = memory.at(address, size, what)
+                part = memory.at(address, size, what, rank)
             except Fault as fault:
                 raise Fault(f"{fault.args[0]}, thread {self.tids[lanes[place]]}") from None
             groups.setdefault(part.base, (part, []))[1].append(place)
@@ -136,6 +138,7 @@ class MemoryAccess:
         for part, offsets, at in found:
             if order:
                 self.synchronizes(part, offsets, tids[at], reads=True, order=order)
+                self.polled = f"ld.{order}", part, int(offsets[0])
             self.check_read(part, offsets, unit, count, tids[at], bool(order))
             whole[:, lanes[at]] = part.load(offsets, unit, count).T
         return list(whole)
@@ -151,6 +154,7 @@ class MemoryAccess:
         unit = stacked.dtype.itemsize
         places = self.global_places if space == "global" else self.shared_places
         found = places(base, offset, unit * len(values), lanes, f"st.{space}")
+        self.cta.machine.changes += 1
         for part, offsets, at in found:
             tids = self.tids[lanes[at]]
             if space == "global":
@@ -165,7 +169,7 @@ class MemoryAccess:
     def check_global_write(self, part: Memory, offsets: np.ndarray, tids: np.ndarray) -> None:
         """Before griddepcontrol.wait the grids before may still use what is written."""
         for view, places in self.cta.clock.groups(tids):
-            if view.horizon < self.cta.launch.first_uid:
+            if not self.cta.launch.waited(view):
                 offset = int(offsets[places][0])
                 raise Fault(
                     f"thread {int(tids[places][0])} writes {part.name} + {offset} before its "
@@ -190,7 +194,7 @@ class MemoryAccess:
         if len(lanes) == 0:
             return result
         found = self.global_places(base, offset, unit, lanes, "atom")
-        operands = [np.broadcast_to(v, self.count) for v in values]
+        operands, changed = [np.broadcast_to(v, self.count) for v in values], False
         for part, offsets, at in found:
             tids = self.tids[lanes[at]]
             self.check_read(part, offsets, unit, 1, tids, True)
@@ -201,10 +205,15 @@ class MemoryAccess:
                 old = cell[0]
                 result[lane] = old
                 cell[0] = _combined(operation, old, [o[lane] for o in operands])
+                changed |= bool(cell[0] != old)
                 self.cta.synchronizes(
                     part.base + position, int(self.tids[lane]), True, True, order or "relaxed"
                 )
             part.record(offsets, unit, np.zeros(len(at), np.int64))
+            if changed:
+                self.cta.machine.changes += 1
+            else:
+                self.polled = f"atom.{operation}", part, int(offsets[0])
         return result
 
     def param(self, name: str, offset: int, kind: type) -> np.ndarray:
@@ -218,6 +227,7 @@ class MemoryAccess:
         """8x8 matrices of 16-bit elements; lane 8 i + r gives the address of row r of matrix i."""
         self.whole_warps(mask, "stmatrix")
         warps = self.warps_of(mask)
+        self.cta.machine.changes += 1
         for number, register in enumerate(registers):
             halves = np.ascontiguousarray(register.reshape(-1, 32)[warps]).view(np.uint16)
             matrix = halves.reshape(-1, 8, 8)  # [warp, lane // 4, 2 (lane % 4) + half]

@@ -31,7 +31,14 @@ def _access(i: Instruction) -> tuple[str, int, str, str]:
         raise i.unsupported("type")
     if not space:
         raise i.unsupported("generic address")
-    return space, count, kind, order
+    return space, count, kind, _scoped(order, i)
+
+
+def _scoped(order: str, i: Instruction) -> str:
+    """The order with its scope, where that takes in other ranks: a volatile access's does."""
+    if order == "volatile":
+        return "relaxed.sys"
+    return f"{order}.sys" if order and "sys" in i.parts else order
 
 
 def _load(w: Writer, i: Instruction) -> None:
@@ -67,7 +74,7 @@ def _store(w: Writer, i: Instruction) -> None:
 def _atomic(w: Writer, i: Instruction) -> None:
     returns = i.parts[0] == "atom"
     *modifiers, kind = i.parts[1:]
-    order = next((m for m in modifiers if m in _ORDERS), "relaxed")
+    order = _scoped(next((m for m in modifiers if m in _ORDERS), "relaxed"), i)
     known = {"add", "exch", "cas", "min", "max", "and", "or", "xor"}
     operation = next((m for m in modifiers if m in known), None)
     rest = set(modifiers) - _ORDERS - {"cta", "cluster", "gpu", "sys", "global", operation}
@@ -211,7 +218,7 @@ def _fence(w: Writer, i: Instruction) -> None:
                 "proxy.async.shared::cluster"):  # fmt: skip
         w.emit(f"c.fence_proxy({w.mask})")
     elif rest.startswith(("acq_rel.", "sc.")) or i.parts[0] == "membar":
-        w.emit(f"c.fence({w.mask})")
+        w.emit(f"c.fence({'sys' in i.parts}, {w.mask})")
     elif rest != "mbarrier_init.release.cluster":
         raise i.unsupported("fence")
 
@@ -234,9 +241,13 @@ def _grid(w: Writer, i: Instruction) -> None:
 
 
 def _nothing(w: Writer, i: Instruction) -> None:
-    """Hints that change no value: prefetches, register budgets, pauses."""
-    if not i.op.startswith(("prefetch", "setmaxnreg", "nanosleep")):
+    """Hints that change no value: prefetches, register budgets."""
+    if not i.op.startswith(("prefetch", "setmaxnreg")):
         raise i.unsupported("instruction")
+
+
+def _pause(w: Writer, i: Instruction) -> None:
+    w.emit("c.pause()")
 
 
 def _map_address(w: Writer, i: Instruction) -> None:
@@ -312,7 +323,7 @@ EMITTERS = {
     "griddepcontrol": _grid,
     "prefetch": _nothing,
     "setmaxnreg": _nothing,
-    "nanosleep": _nothing,
+    "nanosleep": _pause,
     "mapa": _map_address,
     "cp": _bulk,
 }

@@ -29,6 +29,16 @@ def is_special(instruction: Instruction) -> bool:
     return instruction.op.startswith(SPECIAL)
 
 
+def polls(instruction: Instruction) -> bool:
+    """Whether it looks at what other threads change: in a loop it may be a wait."""
+    op = instruction.op
+    if op.startswith(
+        ("ld.acquire", "ld.relaxed", "ld.volatile", "atom.", "nanosleep", "mbarrier.test")
+    ):
+        return True
+    return any(o.kind == "special" and o.value == "%globaltimer" for o in instruction.operands)
+
+
 def registers_of(operand: Operand) -> list[int]:
     """Every register that an operand names."""
     if operand.kind in ("reg", "not"):
@@ -170,6 +180,7 @@ class Program:
             block.join = joins.get(block.index, -1)
 
     def _waits(self) -> None:
+        spins = self._spins()
         for block in self.blocks:
             if len(block.successors) < 2:
                 continue
@@ -179,8 +190,23 @@ class Program:
                 if index in seen or index in (-1, block.join):
                     continue
                 seen.add(index)
-                block.waits = self.blocks[index].special is not None
+                block.waits = self.blocks[index].special is not None or index in spins
                 todo.extend(self.blocks[index].successors)
+
+    def _spins(self) -> set[int]:
+        """Blocks that poll and can come again."""
+        found = set()
+        for block in self.blocks:
+            if any(map(polls, block.instructions)):
+                todo, seen = list(block.successors), set()
+                while todo:
+                    index = todo.pop()
+                    if index >= 0 and index not in seen:
+                        seen.add(index)
+                        todo.extend(self.blocks[index].successors)
+                if block.index in seen:
+                    found.add(block.index)
+        return found
 
 
 def _common(a: int, b: int, joins: dict[int, int], rank: dict[int, int]) -> int:

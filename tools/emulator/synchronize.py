@@ -127,6 +127,7 @@ class Synchronize:
     def cluster_arrive(self, relaxed: bool, mask: Any) -> None:
         tids = self.tids[self.lanes(mask)]
         self.cta.cluster.arrive(self.cta, tids, relaxed)
+        self.cta.machine.changes += 1
 
     def _cluster_wait(self, i: Instruction) -> bool:
         tids = self.active()
@@ -154,6 +155,7 @@ class Synchronize:
     def mbarrier_init(self, base: Any, offset: int, count: Any, mask: Any) -> None:
         addresses = np.broadcast_to(base, self.count).astype(np.int64) + offset
         counts = np.broadcast_to(count, self.count)
+        self.cta.machine.changes += 1
         for lane in self.lanes(mask):
             self.cta.new_mbarrier(int(addresses[lane]), int(counts[lane]))
 
@@ -175,6 +177,7 @@ class Synchronize:
             if expected_bytes is not None:
                 barrier.expect(int(np.broadcast_to(expected_bytes, self.count)[mine].sum()))
             barrier.arrive(int(counts[mine].sum()), self.cta.clock.release(self.tids[mine]))
+        self.cta.machine.changes += 1
         return self.full(np.uint64(0))
 
     def mbarrier_expect(self, base: Any, offset: int, expected_bytes: Any, mask: Any) -> None:
@@ -183,6 +186,7 @@ class Synchronize:
         lanes = self.lanes(mask)
         for barrier, places in self._mbarriers(addresses, lanes):
             barrier.expect(int(wanted[lanes[places]].sum()))
+        self.cta.machine.changes += 1
 
     def mbarrier_test(self, base: Any, offset: int, parity: Any, mask: Any) -> np.ndarray:
         """test_wait.parity: whether the phase is over; who sees it over learns."""
@@ -196,6 +200,7 @@ class Synchronize:
             over[mine] = done
             if done.any():
                 self.cta.clock.acquire(self.tids[mine[done]], *barrier.views.values())
+            self.polled = barrier.describe()
         return over
 
     def _try_wait(self, i: Instruction) -> bool:
@@ -235,10 +240,10 @@ class Synchronize:
     def fence_proxy(self, mask: Any) -> None:
         self.cta.clock.fence_proxy(self.tids[self.lanes(mask)])
 
-    def fence(self, mask: Any) -> None:
+    def fence(self, system: bool, mask: Any) -> None:
         """fence.acq_rel, fence.sc: orders strong accesses before it with those behind."""
         for tid in self.tids[self.lanes(mask)].tolist():
-            self.cta.fence(tid)
+            self.cta.fence(tid, system)
 
     def _grid_wait(self) -> bool:
         tids = self.active()
@@ -246,12 +251,17 @@ class Synchronize:
             self.wait = ("grid", self.cta.launch)
             return False
         self.wait = None
-        self.cta.clock.see_grids(tids, self.cta.launch.first_uid)
+        self.cta.clock.see_grids(tids, self.cta.launch.horizon)
         return True
 
     def launch_dependents(self, mask: Any) -> None:
-        if len(self.lanes(mask)):
+        if len(self.lanes(mask)) and not self.cta.triggered:
             self.cta.triggered = True
+            self.cta.machine.changes += 1
+
+    def pause(self) -> None:
+        """nanosleep: others' turn, where it stands in a loop."""
+        self.polled = self.polled or "nanosleep"
 
     # Bulk copies
 
@@ -291,10 +301,19 @@ class Synchronize:
                 for b, _, _ in self.wait
             )
         if self.wait is None:
-            return "nothing"
+            return self._describe_poll()
         kind, what = self.wait
         if kind == "mbarrier":
             return ", ".join(barrier.describe() for barrier, _ in what)
         if kind == "grid":
             return "the grid before"
         return f"{kind} ({what})" if kind != "cluster" else self.cta.cluster.describe()
+
+    def _describe_poll(self) -> str:
+        if self.polled is None:
+            return "nothing: it runs in circles"
+        if isinstance(self.polled, str):
+            return f"{self.polled}, in a loop"
+        what, part, offset = self.polled
+        word = part.data[offset : offset + 4].tobytes().hex(" ")
+        return f"{part.name} + {offset}, by {what} in a loop; its first bytes are {word}"

@@ -7,7 +7,6 @@ their own, so that one role never holds up another.
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import numpy as np
@@ -21,6 +20,37 @@ from moe_ep_jit.tools.emulator.warp_wide import WarpWide
 
 END = -1
 _BLOCKS_A_TURN = 400
+
+
+class Spin:
+    """Whether threads run in circles: their state comes again and nobody has changed anything."""
+
+    def __init__(self) -> None:
+        self.now: tuple[int, int] | None = None
+        self.state: list[Any] = []
+        self.turns, self.most = 0, 1
+        self.proven = False
+
+    def stands(self, machine: Any) -> bool:
+        return self.proven and self.now == (machine.changes, machine.time)
+
+    def again(self, machine: Any, threads: Threads) -> bool:
+        """At the end of a turn; the state that is looked for is taken anew ever more rarely."""
+        now, state = (machine.changes, machine.time), threads.state()
+        if now != self.now:
+            self.now, self.state, self.turns, self.most, self.proven = now, state, 0, 1, False
+            return False
+        self.proven = len(state) == len(self.state) and all(map(_same, state, self.state))
+        self.turns += 1
+        if self.turns == self.most:
+            self.state, self.turns, self.most = state, 0, 2 * self.most
+        return self.proven
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
+        return a is b or (a.shape == b.shape and bool((a == b).all()))
+    return a is b or (isinstance(a, int) and a == b)
 
 
 class Threads(MemoryAccess, WarpWide, Synchronize):
@@ -44,6 +74,9 @@ class Threads(MemoryAccess, WarpWide, Synchronize):
         self.wait: Any = None  # what a special instruction waits on: synchronize.py
         self.wgmma = wgmma.Groups()
         self.done = False
+        #: What a poll has just looked at: (instruction, allocation, offset) or words.
+        self.polled: Any = None
+        self.spin = Spin()
 
     # Running
 
@@ -51,7 +84,11 @@ class Threads(MemoryAccess, WarpWide, Synchronize):
         """Run until something waits, the end, or the end of this turn; whether anything ran."""
         if self.wait is not None and self.still_waits():
             return False
+        machine = self.cta.machine
+        if self.spin.stands(machine):
+            return False
         code, program = self.code, self.code.program
+        self.polled = None
         for turn in range(_BLOCKS_A_TURN):
             while self.pc == self.join:
                 self._pop()
@@ -60,23 +97,27 @@ class Threads(MemoryAccess, WarpWide, Synchronize):
                 if self.done:
                     return True
                 continue
-            block = program.blocks[self.pc]
+            at = self.pc
+            block = program.blocks[at]
             special = block.special
             if special is not None:
                 if not self._special(special):
                     return turn > 0
+                machine.changes += 1
                 if code.traced:
                     self.trace(special.line, None)
                 self.pc = block.successors[0]
                 continue
-            function = code.function(self.pc, self.mask is not None)
+            function = code.function(at, self.mask is not None)
             try:
                 self.pc = function(self, self.R, self.mask)
             except (UnsupportedError, KeyboardInterrupt):
                 raise
             except Exception as error:
                 raise self._fault(error, code.line_of(error)) from error
-        return True
+            if self.polled is not None and self.pc <= at:
+                break  # a loop around a poll: the turn of those that it waits for
+        return not self.spin.again(machine, self)
 
     def _special(self, instruction: Any) -> bool:
         try:
@@ -107,6 +148,18 @@ class Threads(MemoryAccess, WarpWide, Synchronize):
     def active(self) -> np.ndarray:
         """Thread numbers of who runs now."""
         return self.tids if self.mask is None else self.tids[self.mask]
+
+    def state(self) -> list[Any]:
+        """All that decides how these threads go on, but for memory and the time."""
+        places = {
+            self.pc,
+            self.join,
+            *(p for _, p, _ in self.stack),
+            *(j for _, _, j in self.stack),
+        }
+        live = set().union(*(self.code.program.blocks[p].live_in for p in places if p >= 0))
+        registers = [self.R[index] for index in sorted(live)]
+        return [self.tids, self.pc, self.join, self.mask, *sum(self.stack, ()), *registers]
 
     # Branches
 
@@ -306,7 +359,8 @@ class Threads(MemoryAccess, WarpWide, Synchronize):
 
     def special(self, name: str) -> np.ndarray:
         if name == "%globaltimer":
-            return np.full(self.count, time.monotonic_ns(), np.uint64)
+            self.polled = "the time"
+            return np.full(self.count, self.cta.machine.timer(), np.uint64)
         found = self.specials.get(name)
         if found is None:
             found = self.specials[name] = self.cta.special_register(name, self.tids)

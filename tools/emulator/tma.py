@@ -178,7 +178,7 @@ def _linear_reader(cta: Any, tid: int, values: dict[str, int]) -> Any:
             raise Fault(f"cp.async.bulk: {name} {number:#x} is not a multiple of 16")
     if size <= 0:
         raise Fault("cp.async.bulk of no bytes")
-    part = cta.machine.memory.at(src, size, "cp.async.bulk")
+    part = cta.machine.memory.at(src, size, "cp.async.bulk", cta.launch.rank)
     offsets = np.arange(size // 16) * 16
     check_order(cta, tid, part, src - part.base + offsets)
 
@@ -214,7 +214,7 @@ def _tile_reader(cta: Any, tid: int, d: Descriptor, coords: list[int], dst: int)
     part, live = None, at[inside]
     if len(live):
         low, high = int(live.min()), int(live.max()) + 16
-        part = cta.machine.memory.at(low, high - low, "TMA load")
+        part = cta.machine.memory.at(low, high - low, "TMA load", cta.launch.rank)
         live = live - part.base
         check_order(cta, tid, part, live)
 
@@ -310,9 +310,9 @@ def _issue_store(cta: Any, tid: int, i: Instruction, values: dict[str, Any]) -> 
         raise Fault(f"a bulk store reads shared {int(places[bad]):#x}, which nothing has written")
     check_order(cta, tid, shared, places)
     low, high = int(at.min()), int(at.max()) + 16
-    part = cta.machine.memory.at(low, high - low, "bulk store")
+    part = cta.machine.memory.at(low, high - low, "bulk store", cta.launch.rank)
     ((view, _),) = cta.clock.groups(np.array([tid]))
-    if view.horizon < cta.launch.first_uid:
+    if not cta.launch.waited(view):
         raise Fault(
             f"a bulk store of thread {tid} to {part.name} comes before its griddepcontrol.wait, "
             "while the grid before may still run"
