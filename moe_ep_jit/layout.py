@@ -162,6 +162,7 @@ def exchange_parts(num_ranks: int) -> dict[str, tuple[int, int]]:
         "headers": 2 * num_ranks * HEADER_WORDS,  # by the epoch's parity, by source
         "counts": 2 * num_ranks * EXCHANGE_EXPERTS,  # likewise: rows for each expert
         "arrived": EXCHANGE_EXPERTS,  # by local expert, by source: rows that have come
+        "expected": EXCHANGE_EXPERTS,  # likewise: rows that are to come
         # Of an expert where it is: rows of the ranks before this one, first row, first n-tile.
         "rows_before": EXCHANGE_EXPERTS,
         "first_row": EXCHANGE_EXPERTS,

@@ -9,6 +9,7 @@ import pytest
 import rank_symm as cases
 from rank_cases import make_problem
 from rank_pool import Pool
+from symm_inside import Ranks
 
 from moe_ep_jit.symmetric import check_problems
 from moe_ep_jit.tools.emulator.host import c_compiler
@@ -144,3 +145,17 @@ def test_four_ranks_and_groups_that_do_not_meet(tmp_path):
         assert pool.run(cases.agree, "three", "nvfp4", 8, 3, {}) == [[]] * 3 + [None]
     finally:
         pool.close()
+
+
+@pytest.mark.parametrize(
+    ("size", "fmt", "tile_n", "facts"),
+    [
+        (2, "mxfp8", 8, {}),
+        (2, "nvfp4", 8, {"act": "nvfp4"}),
+        (2, "nvfp4", 32, {}),
+        (3, "mxfp8", 64, {}),
+    ],
+    ids=str,
+)
+def test_every_schedule_gives_the_same_bits(size, fmt, tile_n, facts):
+    assert Ranks(size, fmt, tile_n, **facts).wrong(3, range(5)) == []

@@ -115,11 +115,9 @@ def await_rows(ranks: cutlass.Constexpr, control, expert, lane):
 
     acquire: dispatch of each source released its rows, scales and slots with the count
     """
-    epoch, rank = word(control, layout.CONTROL_EPOCH), word(control, layout.CONTROL_RANK)
     for source in cutlass.range(lane, ranks.num_ranks, 32):
-        slot = count_slot(ranks, epoch, source)
-        expected = ptx.load(Int32, count_at(ranks, control, slot, rank * ranks.local + expert))
         index = expert * ranks.num_ranks + source
+        expected = ptx.load(Int32, place(ranks, control, "expected", index))
         wait(ranks, control, "dispatch", "arrived", index, source, expected)
     cute.arch.sync_warp()
     # TMA reads the rows: each lane may issue, and each has learnt of all sources

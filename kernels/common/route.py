@@ -251,6 +251,9 @@ class Route:
                 count = ptx.load(Int32, exchange.count_at(ranks, control, slot, e))
                 before += select_(source < rank, count, Int32(0))
                 total += count
+                if e // ranks.local == rank:
+                    index = (e - rank * ranks.local) * ranks.num_ranks + source
+                    ptx.store(Int32, exchange.place(ranks, control, "expected", index), count)
             rows[e] = total
             ptx.store(Int32, exchange.place(ranks, control, "rows_before", e), before)
         cute.arch.sync_threads()

@@ -203,7 +203,8 @@ class Machine:
             for copy in [c for c in self.under_way if c.cta in mine]:
                 self.under_way.remove(copy)
                 self._land(copy)
-            launch.complete = moved = True
+            launch.end()
+            moved = True
             self.changes += 1
         return moved
 
