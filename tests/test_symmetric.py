@@ -11,7 +11,10 @@ from rank_cases import make_problem
 from rank_pool import Pool
 from symm_inside import Ranks
 
+from moe_ep_jit import entries
 from moe_ep_jit.symmetric import check_problems
+from moe_ep_jit.tools.emulator import layer
+from moe_ep_jit.tools.emulator.fault import Fault
 from moe_ep_jit.tools.emulator.host import c_compiler
 
 pytestmark = [
@@ -159,3 +162,27 @@ def test_four_ranks_and_groups_that_do_not_meet(tmp_path):
 )
 def test_every_schedule_gives_the_same_bits(size, fmt, tile_n, facts):
     assert Ranks(size, fmt, tile_n, **facts).wrong(3, range(5)) == []
+
+
+#: What orders ranks, as PTX -> without it.
+ORDERS = {
+    "arrivals released": ("red.release.sys.", "red.relaxed.sys."),
+    "posts released": ("st.release.sys.", "st.relaxed.sys."),
+    "flags acquired": ("ld.acquire.sys.", "ld.relaxed.sys."),
+    "at system scope": ("ld.acquire.sys.", "ld.acquire.gpu."),
+    "rows fenced for TMA": ("fence.proxy.async.global;", ""),
+}
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_the_emulator_sees_a_missing_order(name, monkeypatch):
+    there, instead = ORDERS[name]
+
+    def mutated(folder):
+        text = (folder / entries.PTX).read_text()
+        return layer.Object(folder, text.replace(there, instead) if "-r2" in str(folder) else text)
+
+    monkeypatch.setattr(layer, "load", mutated)
+    ranks = Ranks(2, "mxfp8", 8)
+    with pytest.raises(Fault, match="barrier, release and acquire|no fence.proxy.async"):
+        ranks.wrong(1, range(2))

@@ -103,7 +103,6 @@ class Combine:
                 flag = exchange.place(ranks, control, "done_flags", rank)
                 # release: what the down GEMM, complete before this grid's wait, has written to the
                 # peer's combine region, to the wait below, over there
-                cute.arch.fence_acq_rel_sys()
                 there = exchange.delta(ranks, control, thread)
                 ptx.store_release_system(flag + there, epoch)
             if ptx.load(Int32, exchange.place(ranks, control, "expects", thread)) > 0:

@@ -142,7 +142,6 @@ class Dispatch:
             if const_expr(self.ranks is not None):
                 if arrival != 0:
                     # release: the row that the CTA has written, to await_rows of its expert's rank
-                    cute.arch.fence_acq_rel_sys()
                     ptx.add_release_system(arrival, Int32(1))
             token += step
 

@@ -236,7 +236,6 @@ class Route:
                 flag = exchange.place(ranks, control, "count_flags", rank)
                 # release: this rank's counts and header, and that its receive and combine regions
                 # are free (this grid came after the combine before), to the wait below, over there
-                cute.arch.fence_acq_rel_sys()
                 there = exchange.delta(ranks, control, thread)
                 ptx.store_release_system(flag + there, epoch)
             # acquire: the store above, by this thread's peer

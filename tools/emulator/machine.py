@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from moe_ep_jit.tools.emulator import memory as mem
-from moe_ep_jit.tools.emulator.clocks import STREAM_SHIFT, View
+from moe_ep_jit.tools.emulator.clocks import STREAM_SHIFT, View, describe
 from moe_ep_jit.tools.emulator.cta import CTA
 from moe_ep_jit.tools.emulator.fault import DeadlockFault, Fault
 from moe_ep_jit.tools.emulator.launches import Event, Kernel, Launch, Request, Stream
@@ -66,6 +66,14 @@ class Machine:
                 at = launch.align + address - begin
                 return launch.params[at : at + 64].tobytes()
         raise Fault(f"a TMA descriptor at {address:#x}, which is no kernel parameter")
+
+    def is_foreign(self, record: int, rank: int) -> bool:
+        """Whether another rank's thread left a record."""
+        uid, _ = describe(record)
+        owners = (
+            launch.rank for launch in self.launches if launch.first_uid <= uid < launch.end_uid
+        )
+        return next(owners, rank) != rank
 
     def writer(self, uid: int, thread: int) -> str:
         for launch in self.launches:
