@@ -9,6 +9,7 @@ import torch
 from moe_ep_jit import reference, variants
 from moe_ep_jit.formats import BlockScaled
 from moe_ep_jit.problem import Problem, check, check_problem
+from moe_ep_jit.symmetric_exchange import SymmetricExchange
 from moe_ep_jit.transport import TIMEOUT, Exchange, Route, check_transport
 
 _IDS = (torch.int32, torch.int64)
@@ -21,6 +22,7 @@ def create_fleet(
     *,
     device: torch.device | str | None = None,
     timeout: float = TIMEOUT,
+    backend: str = "auto",
 ) -> Fleet:
     """The ranks of ``group`` as one fleet; every rank calls this, and everything else, together.
 
@@ -28,25 +30,24 @@ def create_fleet(
                max_recv_rows and the payload (``wire``, by default ``act``, which for "auto" is the
                format's own; format "auto" sends bf16) matter
     group      a torch.distributed group of ``num_ranks``; None: the default group
-    transport  "collective": torch.distributed; this version has no other
+    transport  "collective": torch.distributed; "symm": kernels over symmetric memory, in one NVLink
+               domain
     device     where the tensors are; None: the current CUDA device where there is one, else the CPU
     timeout    seconds that a rank waits for the others in one phase; 0: the group's own timeout
+    backend    of "symm": as ``Workspace`` takes it ("emulator" for CPU tensors)
     ValueError, TypeError: a caller's mistake, on every rank where problems differ. RuntimeError: a
     rank that does not come, or no such device.
     """
     check_problem(problem)
     check_transport(transport)
-    check(
-        transport == "collective",
-        f'transport: expected "collective" for a fleet in this version, got {transport!r}; a '
-        'Workspace takes "symm"',
-    )
     if problem.payload == "auto":
         if problem.format == "auto":
             problem = problem.with_(act="bf16")
         else:
             problem = variants.choose_variant(problem, None).problem
     device = variants.usable_device(device)
+    if transport == "symm" and problem.num_ranks > 1:
+        return Fleet(problem, SymmetricExchange(problem, group, device, timeout, backend))
     return Fleet(problem, Exchange([problem], group, device, timeout))
 
 
@@ -133,7 +134,8 @@ class Handle:
     """One routing, agreed by all ranks; ``dispatch`` and ``combine`` may be called repeatedly.
 
     num_rows         rows that this rank receives, one per (token, k) of any rank
-    expert_ids       int32 [num_rows]: local expert of each, ordered by source rank, then expert
+    expert_ids       int32 [num_rows]: local expert of each, ordered by source rank, then expert;
+                     over symmetric memory by expert, then source rank
     rows_per_expert  rows of each local expert
     """
 

@@ -116,7 +116,7 @@ class Binding:
         launch = self._launches.get((x_kind, config))
         if launch is None:
             function = _function(ws, self.problem, weights.kind, x_kind, config)
-            args = _bound_args(ws, self.problem, weights)
+            args = bound_args(ws, self.problem, weights)
             if ws.emulator is not None:
                 launch = ws.emulator.bind(ws, weights, self.problem, function, args)
             else:
@@ -371,7 +371,7 @@ def _check_not_capturing(ws: Workspace) -> None:
         )
 
 
-def _bound_args(ws: Workspace, problem: Problem, weights: PreparedWeights) -> list[Any]:
+def bound_args(ws: Workspace, problem: Problem, weights: PreparedWeights) -> list[Any]:
     """The launch arguments with everything in place that no call changes; absent pointers are 0."""
     activation = problem.activation
     values: dict[str, Any] = dict.fromkeys(layout.LAUNCH_ARGS, 0)

@@ -258,6 +258,7 @@ class Route:
     valid         bool [live, top_k]: whether the id is an expert's
     expert_ids    int32 [rows received, 1]: the local expert of each, by source rank, then expert
     send_rows, recv_rows  rows to and from each rank
+    topk_ids      over symmetric memory: those of the live rows, for the kernels
     """
 
     problem: Problem
@@ -269,6 +270,7 @@ class Route:
     rows_per_expert: list[int]
     send_rows: list[int]
     recv_rows: list[int]
+    topk_ids: torch.Tensor | None = None
 
 
 class Exchange:
@@ -358,11 +360,11 @@ class Exchange:
         token = route.slots // problem.top_k
         sent = self._arrays("send_rows", problem, len(token))
         received = self._arrays("recv_rows", problem, sum(route.recv_rows))
-        for array, out in zip(_bytes_of(x, route.live), sent, strict=True):
+        for array, out in zip(bytes_of(x, route.live), sent, strict=True):
             torch.index_select(array, 0, token, out=out)
         pairs = zip(received, sent, strict=True)
         self.peers.all_to_all(pairs, route.recv_rows, route.send_rows, "dispatch")
-        return _operand(payload, received)
+        return operand_from(payload, received)
 
     def combine(
         self, route: Route, y: torch.Tensor, topk_weights: torch.Tensor | None, out: torch.Tensor
@@ -490,7 +492,7 @@ def check_group(group: object | None, num_ranks: int) -> Any:
     return None if num_ranks == 1 else group
 
 
-def _bytes_of(x: torch.Tensor | BlockScaled, live: int) -> list[torch.Tensor]:
+def bytes_of(x: torch.Tensor | BlockScaled, live: int) -> list[torch.Tensor]:
     """The first ``live`` rows of x as uint8 [live, width], one for each of ``wire_parts``."""
     if isinstance(x, torch.Tensor):
         return [x[:live].view(torch.uint8)]
@@ -501,8 +503,8 @@ def _bytes_of(x: torch.Tensor | BlockScaled, live: int) -> list[torch.Tensor]:
     return arrays
 
 
-def _operand(payload: str, arrays: list[torch.Tensor]) -> torch.Tensor | BlockScaled:
-    """What arrived as x of a layer: the inverse of ``_bytes_of``, a view."""
+def operand_from(payload: str, arrays: list[torch.Tensor]) -> torch.Tensor | BlockScaled:
+    """What arrived as x of a layer: the inverse of ``bytes_of``, a view."""
     if payload == "bf16":
         return arrays[0].view(torch.bfloat16)
     if payload == "mxfp8":

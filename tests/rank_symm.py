@@ -306,3 +306,48 @@ def two_groups(env):
         wrong += [] if torch.equal(y, alone.rows(inputs, rank)) else [index]
     ws.close()
     return wrong
+
+
+def fleet(env):
+    """Own experts over symmetric memory: each multiplies its rows by its own number plus one."""
+    done, group = {}, env.groups["all"]
+    problem = make_problem(env.size, act="bf16", num_experts=6, max_tokens=8)
+    x, ids, topk_weights = draw_round(problem, 21, "skips", sizes=[7, 3])[env.rank]
+    first = env.rank * problem.num_local_experts
+
+    def want_of(order):
+        total = torch.zeros(len(x), x.shape[1])
+        for k in range(problem.top_k):
+            e = order[:, k, None]
+            term = (x.float() * (e + 1)).bfloat16().float() * topk_weights[:, k, None]
+            total += torch.where((e >= 0) & (e < problem.num_experts), term, 0.0)
+        return total
+
+    with moe.create_fleet(problem, group, "symm", **EMULATOR) as own:
+        handle, other = own.handle(ids), own.handle(ids.flip(0).long())
+        for h, order in ((handle, ids), (other, ids.flip(0)), (handle, ids)):
+            rows = h.dispatch(x)
+            y = (rows.float() * (h.expert_ids[:, None] + first + 1)).bfloat16()
+            got, want = h.combine(y, topk_weights).float(), want_of(order)
+            # The kernel adds in one rounding with the product, the sum here in two.
+            done[len(done)] = bool(((got - want).abs() <= want.abs() * 2**-8 + 1e-6).all())
+        done["sorted"] = bool((handle.expert_ids.diff() >= 0).all())
+        counts = torch.bincount(handle.expert_ids, minlength=problem.num_local_experts)
+        done["counts"] = handle.rows_per_expert == counts.tolist()
+        out = torch.full((len(x) + 1, x.shape[1]), 5.0, dtype=torch.bfloat16)
+        zeros = torch.zeros(handle.num_rows, x.shape[1], dtype=torch.bfloat16)
+        done["out"] = handle.combine(zeros, out=out) is out and bool((out[-1] == 5).all())
+        done["zeros"] = bool((out[:-1] == 0).all())
+        few = own.handle(ids, num_tokens=torch.tensor([2], dtype=torch.int32))
+        back = few.combine(few.dispatch(x))
+        times = ((ids >= 0) & (ids < problem.num_experts)).sum(1, keepdim=True)
+        done["num_tokens"] = torch.equal(back[:2], (x.float() * times).bfloat16()[:2])
+    done["closed"] = "fleet: it is closed" in caught(handle.dispatch, x)[1]
+    for wire in ("mxfp8", "nvfp4"):
+        with moe.create_fleet(problem.with_(wire=wire), group, "symm", **EMULATOR) as quantized:
+            h = quantized.handle(ids)
+            rows = formats.dequantize(h.dispatch(x))
+            back = h.combine(rows.bfloat16())
+            want = formats.dequantize(formats.quantize(x, wire)).bfloat16().float()
+            done[wire] = torch.equal(back, (want * times).bfloat16())
+    return done

@@ -68,12 +68,14 @@ class Ranks:
                 )
             ws.emulator = self.emulators[rank]
             self.workspaces.append(ws)
-        self.config = rung(self.weights[0], tile_n)
+        #: By rank: one rung for all, or each another.
+        tiles = [tile_n] * size if isinstance(tile_n, int) else tile_n
+        self.configs = [rung(self.weights[0], n) for n in tiles]
         for ws, shard in zip(self.workspaces, self.weights, strict=True):
-            moe.warmup(ws, shard, configs=[self.config])
+            moe.warmup(ws, shard, configs=self.configs)
         alone = problem.with_(num_ranks=1, max_tokens=problem.max_tokens * size, max_recv_rows=None)
         full = moe.prepare_weights(w13, w2, alone, backend="emulator")
-        self.alone = Alone(full, self.config)
+        self.alone = Alone(full, self.configs[0])
 
     @property
     def problem(self):
@@ -88,7 +90,7 @@ class Ranks:
                 ws = self.workspaces[rank]
                 ws.output.fill_(float("nan"))
                 found[rank] = moe.moe_forward(
-                    *inputs[rank], self.weights[rank], ws, config=self.config
+                    *inputs[rank], self.weights[rank], ws, config=self.configs[rank]
                 )
         return found
 

@@ -7,7 +7,7 @@ import re
 
 import pytest
 import rank_symm as cases
-from rank_cases import make_problem
+from rank_cases import draw_round, make_problem
 from rank_pool import Pool
 from symm_inside import Ranks
 
@@ -51,6 +51,11 @@ def test_ranks_in_different_rungs(pair):
 
 def test_every_way_to_call(pair):
     for done in pair.run(cases.surfaces):
+        assert all(done.values()), done
+
+
+def test_fleet_serves_own_experts(pair):
+    for done in pair.run(cases.fleet):
         assert all(done.values()), done
 
 
@@ -162,6 +167,32 @@ def test_four_ranks_and_groups_that_do_not_meet(tmp_path):
 )
 def test_every_schedule_gives_the_same_bits(size, fmt, tile_n, facts):
     assert Ranks(size, fmt, tile_n, **facts).wrong(3, range(5)) == []
+
+
+@pytest.mark.parametrize("fmt", ["mxfp8", "nvfp4"])
+def test_blackwell_ranks_in_different_rungs(fmt, monkeypatch):
+    """Block scales go where the rung of the expert's rank has them; rungs give equal bits there."""
+    monkeypatch.setenv("MOE_EP_JIT_ARCH", "sm_100a")
+    assert Ranks(2, fmt, [8, 64]).wrong(3, [0, 1]) == []
+
+
+def test_rows_that_do_not_come_end_in_an_error_and_nan(monkeypatch):
+    def silent(folder):
+        text = (folder / entries.PTX).read_text()
+        counts = re.compile(r"(red\.release\.sys\.global\.add\.s32 \[%rd\d+\]), %r\d+;")
+        assert len(counts.findall(text)) == ("-r2" in str(folder))
+        return layer.Object(folder, counts.sub(r"\1, 0;", text))
+
+    monkeypatch.setattr(layer, "load", silent)
+    ranks = Ranks(2, "mxfp8", 8, timeout=0.01)  # of the emulator's own time
+    inputs = draw_round(ranks.problem, 1, "uniform", sizes=[8, 8])
+    for rank, y in ranks.forward(inputs).items():
+        assert y.isnan().all()
+        with pytest.raises(
+            RuntimeError, match=r"phase 'dispatch': waited 0\.01 s for rank"
+        ) as error:
+            ranks.workspaces[rank].check()
+        assert re.search(r"flag arrived\[\d\]: expected [1-9]\d*, seen 0\)", str(error.value))
 
 
 #: What orders ranks, as PTX -> without it.

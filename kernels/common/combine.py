@@ -84,6 +84,9 @@ class Combine:
             if thread < self.top_k:
                 slot = Int64(token) * self.top_k + thread
                 ranks[thread] = ptx.load(Int32, route.slot_rank + slot * 4)
+                if const_expr(failed is not None):
+                    if failed:
+                        ranks[thread] = Int32(-1)  # rows may be missing
                 weights[thread] = self.weight(args, token, thread)
             cute.arch.sync_threads()
             if column < self.hidden:

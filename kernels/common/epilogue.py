@@ -72,15 +72,12 @@ def load_or_zero(base, offset):
 def fetch_slot(gemm, args, token_row):
     """The slot of a row, and with several ranks its rank above.
 
-    A round that has failed may lack rows, whose slots are anything: then this rank's own first
-    slot, which nobody reads.
+    A round that has failed may lack rows, whose slots are anything: then -1, which nobody writes.
     """
     slot = ptx.load(Int32, args.row_slot + token_row)
     if gemm.ranks is None:
         return slot
-    rank = exchange.word(args.control, layout.CONTROL_RANK)
-    own = rank << layout.slot_bits(gemm.ranks.num_ranks)
-    return select_(exchange.has_failed(args.control), own, slot)
+    return select_(exchange.has_failed(args.control), Int32(-1), slot)
 
 
 def fetch(gemm, n, tile, strip, thread, args):
@@ -446,15 +443,19 @@ def scatter_rows(
     for batch in cutlass.range_constexpr(0, columns, 64):
         firsts = list(range(batch, min(batch + 64, columns), 16))
         words = cute.make_rmem_tensor((4, len(firsts)), Int32)
-        addresses = []
+        addresses, found = [], []
         for i in cutlass.range_constexpr(len(firsts)):
             at = ptx.vector(Int32, staged + firsts[i] * 128, 4, ptx.SMEM)
             cute.autovec_copy(at, words[None, i])
             slot = ptx.load_shared(Int32, slots + firsts[i] * 4)
             addresses.append(slot_address(gemm, out, slot, args))
+            found.append(slot)
         for i in cutlass.range_constexpr(len(firsts)):
             four = [words[j, i] for j in range(4)]
-            ptx.store_words_if(chunk + firsts[i] + my_row < live, addresses[i], four)
+            is_live = chunk + firsts[i] + my_row < live
+            if const_expr(gemm.ranks is not None):
+                is_live = is_live & (found[i] >= 0)
+            ptx.store_words_if(is_live, addresses[i], four)
 
 
 def slot_address(gemm, out, slot, args):
@@ -464,5 +465,5 @@ def slot_address(gemm, out, slot, args):
     if gemm.ranks is None:
         return out + Int64(slot) * (gemm.m * 2)
     bits = layout.slot_bits(gemm.ranks.num_ranks)
-    there = exchange.delta(gemm.ranks, args.control, slot >> bits)
+    there = exchange.delta(gemm.ranks, args.control, cutlass.max(slot >> bits, 0))
     return out + there + Int64(slot & ((1 << bits) - 1)) * (gemm.m * 2)

@@ -47,22 +47,24 @@ class Forward:
                    GemmArgs, the number of SMs and the stream
     fold           between them, or None
     num_experts    of all ranks
+    row_elements   of a row that dispatch moves, where that is not ``hidden``
     """
 
     def __init__(
         self, *, hidden: int, num_experts: int, top_k: int, operand: str, act: str, x_kind: str,
-        tile_n: int, gate_up: Any, down: Any, fold: Fold | None = None, ranks: Ranks | None = None
+        tile_n: int, gate_up: Any, down: Any, fold: Fold | None = None, ranks: Ranks | None = None,
+        row_elements: int | None = None
     ):  # fmt: skip
         self.ranks = ranks
         self.num_local = num_experts if ranks is None else ranks.local
         # What ranks have to agree on: the layer, but neither the rung nor what x is.
-        layer = [hidden, gate_up.m, num_experts, top_k, operand, act]
+        layer = [hidden, row_elements, gate_up.m, num_experts, top_k, operand, act]
         signature = zlib.crc32(json.dumps(layer).encode()) & 0x7FFFFFFF
         self.route = Route(
             num_experts=num_experts, top_k=top_k, tile_n=tile_n, ranks=ranks, signature=signature
         )
         self.dispatch = Dispatch(
-            hidden=hidden,
+            hidden=row_elements or hidden,
             num_experts=num_experts,
             top_k=top_k,
             operand=operand,
