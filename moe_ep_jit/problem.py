@@ -16,6 +16,9 @@ ACTS = {"mxfp8": ("mxfp8", "bf16"), "nvfp4": ("bf16", "nvfp4", "mxfp8")}
 #: What may cross the wire between ranks.
 WIRES = ("bf16", "mxfp8", "nvfp4")
 
+#: What carries it: torch.distributed, or kernels over symmetric memory.
+TRANSPORTS = ("collective", "symm")
+
 MAX_TOP_K = 32
 MAX_LOCAL_EXPERTS = 512
 

@@ -19,16 +19,13 @@ import torch
 
 from moe_ep_jit import formats, layout, reference
 from moe_ep_jit.formats import BlockScaled
-from moe_ep_jit.problem import ACTS, FORMATS, WIRES, Problem, check
+from moe_ep_jit.problem import ACTS, FORMATS, TRANSPORTS, WIRES, Problem, check
 
 #: Seconds that a rank waits for the others in one phase, unless told otherwise.
 TIMEOUT = 60.0
 
 #: Where all ranks meet, by what messages and errors call it.
 _PHASES = ("comparing problems", "warm-up", "count exchange", "reset")
-
-#: What carries rows between ranks: torch.distributed, or kernels over symmetric memory.
-TRANSPORTS = ("collective", "symm")
 
 #: What a rank posts in front of its counts.
 _POST = ("layer (of those that share the buffers)", "format", "act", "payload")

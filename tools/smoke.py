@@ -22,8 +22,8 @@ import torch.distributed as dist
 
 import moe_ep_jit as moe
 from moe_ep_jit import reference, variants
-from moe_ep_jit.problem import FORMATS, Problem
-from moe_ep_jit.transport import TRANSPORTS, check_transport
+from moe_ep_jit.problem import FORMATS, TRANSPORTS, Problem
+from moe_ep_jit.transport import check_transport
 
 HIDDEN, INTERMEDIATE, TOP_K, TOKENS = 256, 128, 4, 32
 _EXPERTS_PER_RANK = 4
