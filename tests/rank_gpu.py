@@ -10,7 +10,7 @@ import torch
 from rank_cases import HOWS, caught, draw_round, make_problem, source_weights
 
 import moe_ep_jit as moe
-from moe_ep_jit import variants
+from moe_ep_jit import formats, variants
 
 SIZES = {"hidden": 512, "intermediate": 256, "top_k": 4, "max_tokens": 64}
 TILES = (8, 64, 192)
@@ -123,6 +123,48 @@ def graphs(env, fmt):
     del captured
     ws.close()
     return wrong
+
+
+def layer(env):
+    """A layer with a workspace of its own, not warmed up: the first call warms every rank up."""
+    shard, full = build(env, "mxfp8")
+    config = rungs(shard)[0]
+    ladder = variants.kernels_module(shard.arch, "config")
+    whole, ladder.ladder = ladder.ladder, lambda operand: (config,)
+    try:
+        own = moe.MoELayer.from_prepared(shard, transport="symm")
+        inputs = on_gpu(draw_round(shard.problem, 9, "skips"))
+        y = own(*inputs[env.rank])
+        own.workspace.check()
+        own.close()
+        full_ws = moe.Workspace(full.problem, operand=full.operand)
+        return torch.equal(y, unsharded(inputs, env.rank, full, full_ws, config))
+    finally:
+        ladder.ladder = whole
+
+
+def fleet(env):
+    """Own experts, each of which multiplies its rows by a power of two."""
+    done = []
+    problem = make_problem(env.size, **{**SIZES, "num_experts": 4 * env.size, "act": "bf16"})
+    for index, wire in enumerate(("bf16", "mxfp8", "nvfp4")):
+        x, ids, topk_weights = on_gpu(draw_round(problem, 30 + index, "skips"))[env.rank]
+        with moe.create_fleet(problem.with_(wire=wire), transport="symm", device="cuda") as own:
+            handle = own.handle(ids)
+            for _ in range(2):
+                rows = handle.dispatch(x)
+                rows = rows if wire == "bf16" else formats.dequantize(rows)
+                y = (rows.float() * (1 << handle.expert_ids[:, None] % 4)).bfloat16()
+                got = handle.combine(y, topk_weights).float()
+            sent = x if wire == "bf16" else formats.dequantize(formats.quantize(x, wire))
+            want = torch.zeros(x.shape, device="cuda")
+            for k in range(problem.top_k):
+                e = ids[:, k, None]
+                term = (sent.float() * (1 << e % 4)).bfloat16().float() * topk_weights[:, k, None]
+                want += torch.where((e >= 0) & (e < problem.num_experts), term, 0.0)
+            # The kernel adds in one rounding with the product, the sum here in two.
+            done.append(bool(((got - want).abs() <= want.abs() * 2**-7 + 1e-5).all()))
+    return done
 
 
 def late(env, seconds):

@@ -36,11 +36,20 @@ def test_graphs_and_eager_calls_mix(ranks):
     assert pool.run(cases.graphs, "mxfp8") == [[]] * size
 
 
+def test_layer_warms_up_by_itself(ranks):
+    size, pool = ranks
+    assert pool.run(cases.layer) == [True] * size
+
+
+def test_fleet_serves_own_experts(ranks):
+    size, pool = ranks
+    assert pool.run(cases.fleet) == [[True] * 3] * size
+
+
 def test_workspaces_come_and_go(ranks):
     size, pool = ranks
-    if size == 2:
-        for early, after in pool.run(cases.create_and_close, 20):
-            assert early - after < 64 << 20
+    for early, after in pool.run(cases.create_and_close, 20 if size == 2 else 4):
+        assert early - after < 64 << 20
 
 
 def test_a_late_rank_is_named_and_all_go_on(ranks):
