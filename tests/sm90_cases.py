@@ -7,8 +7,9 @@ layouts lose (folding) counts.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 import moe_ep_jit as moe
 from moe_ep_jit import reference, variants
 from moe_ep_jit.kernels.sm90.packing import OPERANDS
+from moe_ep_jit.tools.emulator.machine import Machine
 
 # Odd multiples of 64. Where an intermediate value lies close to the middle of two E4M3, the kernel
 # may round it to the other one: 6 to 12 % of that value, which shows in narrow rows (832: 3.3 %).
@@ -26,6 +28,8 @@ HIDDEN, INTERMEDIATE, EXPERTS, TOP_K, MAX_TOKENS = 576, 4032, 8, 4, 300
 if EMULATED:
     HIDDEN, INTERMEDIATE, MAX_TOKENS = 192, 320, 200
 BACKEND = "emulator" if EMULATED else "auto"
+#: Tokens of tests that are not about them.
+FEW, MANY = (24, 40) if EMULATED else (64, 200)
 GPT_OSS = moe.SwiGLU(limit=7.0, alpha=1.702, beta=1.0)
 
 #: Relative L2 of the whole against the reference; worst row and block may reach three times that.
@@ -74,6 +78,19 @@ def _rungs():
 
 
 RUNGS = list(_rungs())
+
+
+def chosen(values, *on_emulator, ids=str):
+    """Parameters of which the emulator takes these alone unless --full is given."""
+    return [
+        pytest.param(v, marks=() if v in on_emulator else pytest.mark.full, id=ids(v))
+        for v in values
+    ]
+
+
+def synchronize():
+    if not EMULATED:
+        torch.cuda.synchronize()
 
 
 @dataclass
@@ -235,19 +252,93 @@ def assert_end_is_exact(got, want):
     assert errors.worst_block < 6e-3, errors
 
 
+def same_numbers(got, want):
+    """Equal bits, where any NaN equals any other."""
+    assert got.dtype == want.dtype
+    word = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[got.itemsize]
+    equal = got.contiguous().view(word) == want.contiguous().view(word)
+    return bool((equal | (got.isnan() & want.isnan())).all())
+
+
+def byte_scales(sf):
+    """UE8M0 bytes -> fp32, computed as a float and not by its bits."""
+    return torch.exp2(sf.double() - 127).float()
+
+
+def edge_rows(rows, hidden):
+    """bf16 rows with every special value: each kind alone, then any bits at all."""
+    x = torch.randn(rows, hidden, device=DEVICE).bfloat16()
+    block = torch.arange(hidden, device=DEVICE) // 16
+    n = (block % 41 - 20).float()
+    x[0] = 0
+    x[1] = -0.0
+    x[2] = torch.randn(hidden, device=DEVICE) * 1e-39  # denormals
+    x[3] = torch.randn(hidden, device=DEVICE) * torch.exp2(-120 - n.abs())
+    for row, (top, ulp) in enumerate([(t, u) for t in (448.0, 6.0) for u in (-1, 0, 1)], start=4):
+        # Blocks of 16 and of 32 whose largest element is a format's largest times 2^n, or next.
+        largest = (top * torch.exp2(n)).bfloat16().view(torch.int16) + ulp
+        is_first = torch.arange(hidden, device=DEVICE) % 16 == 3
+        small = torch.randn(hidden, device=DEVICE).clamp(-3, 3) * torch.exp2(n)
+        x[row] = torch.where(is_first, largest.view(torch.bfloat16), small.bfloat16())
+    x[10, 5] = float("inf")
+    x[11, hidden - 1] = float("-inf")
+    x[12] = float("inf")
+    x[13, 40] = float("nan")
+    x[14] = float("nan")
+    x[15, 7], x[15, 8] = float("nan"), float("inf")
+    x[16] = torch.finfo(torch.bfloat16).max
+    x[17] = torch.randn(hidden, device=DEVICE) * torch.exp2(6 * n)  # blocks far apart
+    x[18] = torch.randn(hidden, device=DEVICE) * 1e-30
+    x[18, 0] = 3e38
+    x[19, :16] = 0
+    any_bits = torch.randint(-(2**15), 2**15, (rows - 20, hidden), device=DEVICE)
+    x[20::2] = any_bits.short().view(torch.bfloat16)[: len(x[20::2])]
+    return x
+
+
+def expected_operand(x, act, operand):
+    """Rows and their scales as dispatch stores them, from formats alone."""
+    if act == "bf16":
+        return x, None
+    q = moe.formats.quantize(x, act)
+    if operand == "e4m3":
+        folded = moe.formats.fold(q)
+        return folded.data, byte_scales(folded.sf[:, 0])
+    if act == "mxfp8":
+        return moe.formats.dequantize(q).bfloat16(), None
+    one = torch.ones((), device=x.device)
+    return moe.formats.dequantize(replace(q, global_scale=one)).bfloat16(), q.global_scale
+
+
 def bits(tensor):
     """For comparisons in which NaN equals NaN."""
     return tensor.contiguous().view(torch.int16)
 
 
 def device_events(call):
-    """Names of what a warm call puts on the GPU: kernels, copies, fills."""
+    """Names of what a warm call puts on the GPU: kernels, copies, fills. On the
+    emulator: kernels.
+    """
     call()
+    if EMULATED:
+        return _emulated_kernels(call)
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
         call()
         torch.cuda.synchronize()
     return [e.name for e in profiled.events() if e.device_type == DeviceType.CUDA]
+
+
+def _emulated_kernels(call):
+    names, run = [], Machine.run_streams
+
+    def noting(machine, streams):
+        names.extend(kernel.entry.name for stream in streams for kernel, _, _ in stream.work)
+        run(machine, streams)
+
+    with mock.patch.object(Machine, "run_streams", noting):
+        call()
+    return names
 
 
 def num_kernels(config):

@@ -121,6 +121,28 @@ def test_a_copy_of_what_a_peer_wrote_needs_a_proxy_fence(fence, seed):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
+def test_a_release_covers_a_bulk_store_that_was_waited_for(seed):
+    """Until wait_group, and not only its .read, what a bulk store writes is nobody's to publish."""
+    post = """
+    mov.b32 %r10, smem; st.shared.v4.b32 [%r10], {{%r2, %r2, %r2, %r2}}; fence.proxy.async;
+    mov.b32 %r12, 16; add.s64 %rd2, %rd1, 16;
+    cp.async.bulk.global.shared::cta.bulk_group [%rd2], [%r10], %r12;
+    cp.async.bulk.commit_group; cp.async.bulk.wait_group{} 0; """
+    read = "ld.global.b32 %r6, [%rd1+16]; st.global.b32 [%rd2+4], %r6;"
+    assert exchange(post.format("") + POSTS["st"], WAITS["ld"][0], seed, read) == 7
+    with pytest.raises(Fault, match="an asynchronous copy of rank 0.* has written with no barrier"):
+        exchange(post.format(".read") + POSTS["st"], WAITS["ld"][0], seed, read)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("wait", WAITS)
+def test_a_flag_raised_by_an_ordinary_store(wait, seed):
+    """On hardware a peer may never see it; here the strong read that meets it is a race."""
+    with pytest.raises(Fault, match=r"reads data \+ 64, which .* has written with no barrier"):
+        exchange("st.global.b32 [%rd1+64], %r3;", WAITS[wait][0], seed, WAITS[wait][1])
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 def test_a_flag_that_nobody_posts_is_a_deadlock(seed):
     with pytest.raises(DeadlockFault, match=r"rank 1, launch 0(.|\n)*data \+ 64, by ld.acquire"):
         exchange("", WAITS["ld"][0], seed)

@@ -1,4 +1,7 @@
-"""The forward on a Hopper GPU: output, stages, streams, graphs and what a call costs."""
+"""The forward on a Hopper GPU: output, stages, streams, graphs and what a call costs.
+
+What needs no stream, graph or clock of a GPU runs on the emulator too.
+"""
 
 from __future__ import annotations
 
@@ -8,22 +11,27 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import poison_bytes
+from conftest import DEVICE, EMULATED, poison_bytes
 from sm90_cases import (
     ACTS,
+    BACKEND,
     EXPERTS,
+    FEW,
     HIDDEN,
     INTERMEDIATE,
     MAIN,
+    MANY,
     MAX_TOKENS,
     RUNGS,
     assert_close,
     bits,
+    chosen,
     device_events,
     make_inputs,
     make_layer,
     make_workspace,
     num_kernels,
+    synchronize,
     uneven_ids,
 )
 
@@ -36,22 +44,23 @@ pytestmark = pytest.mark.sm90
 # Output
 
 
-@pytest.mark.parametrize("name", MAIN)
+@pytest.mark.emulated
+@pytest.mark.parametrize("name", chosen(MAIN, "mxfp8"))
 def test_the_result_is_the_workspaces_memory_or_out_and_nothing_is_copied(name):
     layer = make_layer(name)
-    inputs = make_inputs(64)
-    config = variants.choose_rung(layer.weights.problem, "sm_90a", 64, layer.weights.operand)
+    inputs = make_inputs(FEW)
+    config = variants.choose_rung(layer.weights.problem, "sm_90a", FEW, layer.weights.operand)
     y = layer(*inputs)
     assert y.data_ptr() == layer.ws.output.data_ptr()
     assert y.untyped_storage().data_ptr() == layer.ws.output.untyped_storage().data_ptr()
-    assert y.shape == (64, HIDDEN)
+    assert y.shape == (FEW, HIDDEN)
     same = y.clone()
-    out = torch.empty(70, HIDDEN, device="cuda", dtype=torch.bfloat16)
+    out = torch.empty(FEW + 6, HIDDEN, device=DEVICE, dtype=torch.bfloat16)
     poison_bytes(out)
     layer.poison()
     assert layer(*inputs, out=out) is out
-    assert torch.equal(bits(out[:64]), bits(same))
-    assert out[64:].isnan().all()
+    assert torch.equal(bits(out[:FEW]), bits(same))
+    assert out[FEW:].isnan().all()
     assert layer.ws.output.isnan().all()
     for options in ({}, {"out": out}):
         events = device_events(lambda options=options: layer(*inputs, **options))
@@ -59,33 +68,37 @@ def test_the_result_is_the_workspaces_memory_or_out_and_nothing_is_copied(name):
         assert not [e for e in events if e.lower().startswith("mem")], events
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize(("name", "config"), [p for p in RUNGS if p.values[0] in MAIN])
 def test_number_of_kernels_of_every_rung(name, config):
     layer = make_layer(name)
-    inputs = make_inputs(64)
+    inputs = make_inputs(FEW)
     events = device_events(lambda: layer(*inputs, config=config))
     assert len(events) == num_kernels(config), events
 
 
-@pytest.mark.parametrize("name", ACTS)
+@pytest.mark.emulated
+@pytest.mark.parametrize("name", chosen(ACTS, "nvfp4", "mxfp8-act-bf16"))
 def test_out_may_alias_x(name):
     layer = make_layer(name)
-    x, ids, topk_weights = make_inputs(200)
+    x, ids, topk_weights = make_inputs(MANY)
     same = layer(x, ids, topk_weights).clone()
     layer.poison()
     assert layer(x, ids, topk_weights, out=x) is x
     assert torch.equal(bits(x), bits(same))
 
 
+@pytest.mark.emulated
 def test_a_result_may_be_the_next_input():
     layer = make_layer("mxfp8")
-    x, ids, topk_weights = make_inputs(64)
+    x, ids, topk_weights = make_inputs(FEW)
     y = layer(x, ids, topk_weights)
     same = layer(y.clone(), ids, topk_weights).clone()
     y = layer(x, ids, topk_weights)
     assert torch.equal(bits(layer(y, ids, topk_weights)), bits(same))
 
 
+@pytest.mark.emulated
 def test_zero_tokens():
     layer = make_layer("mxfp8")
     config = variants.choose_rung(layer.weights.problem, "sm_90a", 0, layer.weights.operand)
@@ -93,15 +106,16 @@ def test_zero_tokens():
     inputs = make_inputs(0)
     y = layer(*inputs)
     assert y.shape == (0, HIDDEN)
-    torch.cuda.synchronize()
+    synchronize()
     assert layer.ws.output.isnan().all()
     assert len(device_events(lambda: layer(*inputs))) == num_kernels(config)
 
 
+@pytest.mark.emulated
 def test_debug_alternates_and_poisons_the_result_before():
     layer = make_layer("mxfp8")
     ws = make_workspace(layer.weights, debug=True)
-    first, second = make_inputs(64), make_inputs(32)
+    first, second = make_inputs(FEW), make_inputs(FEW - 5)
     same = layer(*second).clone()
     y1 = moe.moe_forward(*first, layer.weights, ws)
     assert torch.isfinite(y1).all()
@@ -114,12 +128,16 @@ def test_debug_alternates_and_poisons_the_result_before():
     ws.close()
 
 
+@pytest.mark.emulated
 def test_layers_that_differ_share_a_workspace():
     a, b = make_layer("mxfp8"), make_layer("nvfp4")
-    ws = moe.Workspace([a.weights.problem, b.weights.problem], debug=False)
+    ws = moe.Workspace(
+        [a.weights.problem, b.weights.problem], debug=False, device=DEVICE, backend=BACKEND
+    )
     for layer in (a, b):
-        moe.warmup(ws, layer.weights)
-    for tokens in (3, 200):
+        if not EMULATED:
+            moe.warmup(ws, layer.weights)
+    for tokens in (3, MANY):
         for layer in (a, b, a):
             inputs = make_inputs(tokens)
             same = layer(*inputs).clone()
@@ -128,28 +146,32 @@ def test_layers_that_differ_share_a_workspace():
     ws.close()
 
 
+@pytest.mark.emulated
 def test_a_view_outlives_the_workspace():
     layer = make_layer("mxfp8")
     ws = make_workspace(layer.weights)
-    inputs = make_inputs(64)
+    inputs = make_inputs(FEW)
     y = moe.moe_forward(*inputs, layer.weights, ws)
     ws.close()
     del ws
     assert torch.equal(bits(y), bits(layer(*inputs)))
 
 
+@pytest.mark.emulated
 def test_module_returns_the_callers_own_tensor_without_a_copy():
     layer = make_layer("mxfp8")
-    module = moe.MoELayer.from_prepared(layer.weights)
-    module.warmup()
-    inputs = make_inputs(64)
+    ws = make_workspace(layer.weights) if EMULATED else None  # its own would be the reference's
+    module = moe.MoELayer.from_prepared(layer.weights, workspace=ws)
+    if not EMULATED:
+        module.warmup()
+    inputs = make_inputs(FEW)
     same = layer(*inputs).clone()
     own = module(*inputs)
     view = module(*inputs, return_workspace_view=True)
     assert view.data_ptr() == module.workspace.output.data_ptr() != own.data_ptr()
     assert torch.equal(bits(own), bits(same))
     assert torch.equal(bits(view), bits(same))
-    config = variants.choose_rung(layer.weights.problem, "sm_90a", 64, layer.weights.operand)
+    config = variants.choose_rung(layer.weights.problem, "sm_90a", FEW, layer.weights.operand)
     assert len(device_events(lambda: module(*inputs))) == num_kernels(config)
     module.close()
 
@@ -157,9 +179,10 @@ def test_module_returns_the_callers_own_tensor_without_a_copy():
 # Stages
 
 
-@pytest.mark.parametrize("name", ACTS)
+@pytest.mark.emulated
+@pytest.mark.parametrize("name", chosen(ACTS, "mxfp8", "nvfp4-act-nvfp4"))
 @pytest.mark.parametrize("quantized", [False, True], ids=["bf16-x", "quantized-x"])
-@pytest.mark.parametrize("tokens", [1, 64, MAX_TOKENS])
+@pytest.mark.parametrize("tokens", chosen([1, FEW, MAX_TOKENS], FEW))
 def test_stages_apart_equal_the_whole(name, quantized, tokens):
     layer = make_layer(name)
     x, _, topk_weights = make_inputs(tokens)
@@ -289,9 +312,10 @@ def test_two_workspaces_on_two_streams():
         ws.close()
 
 
+@pytest.mark.emulated
 def test_reset_frees_the_workspace_of_an_unfinished_round():
     layer = make_layer("mxfp8")
-    inputs = make_inputs(64)
+    inputs = make_inputs(FEW)
     same = layer(*inputs).clone()
     moe.dispatch(*inputs[:2], layer.ws, layer.weights)
     layer.ws.reset()

@@ -12,17 +12,25 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from conftest import poison_bytes
+from conftest import DEVICE, EMULATED, FULL, poison_bytes
 from sm90_cases import (
+    BACKEND,
     BOUNDS,
     MAIN,
+    MANY,
     assert_close,
     assert_end_is_exact,
     bits,
+    byte_scales,
+    chosen,
+    edge_rows,
+    expected_operand,
     make_inputs,
     make_inputs_of,
     make_layer,
     normal_weights,
+    same_numbers,
+    synchronize,
     want_from_intermediate,
 )
 
@@ -38,7 +46,8 @@ ARCH = "sm_90a"
 @pytest.fixture(autouse=True)
 def _no_hang():
     """A call that hangs ends the run with a traceback, not the machine's patience."""
-    faulthandler.dump_traceback_later(300, exit=True, file=sys.__stderr__)
+    if not EMULATED:
+        faulthandler.dump_traceback_later(300, exit=True, file=sys.__stderr__)
     yield
     faulthandler.cancel_dump_traceback_later()
     gc.collect()
@@ -82,9 +91,17 @@ SHAPES = [
     Shape(256, 320, 512, 32),
     Shape(8256, 256, 6, 1),
 ]
+if EMULATED:
+    SHAPES = [
+        Shape(64, 64, 1, 1, 40), Shape(192, 64, 2, 2, 40), Shape(64, 192, 6, 6, 30),
+        Shape(320, 448, 7, 2, 40), Shape(128, 64, 160, 16, 20), Shape(64, 128, 512, 32, 10),
+    ]  # fmt: skip
 DISPATCHED = [Shape(64, 64, 3, 3, 500), Shape(320, 64, 6, 6, 400), Shape(8256, 64, 4, 2, 900)]
 FOLDED = Shape(320, 448, 4, 2, 300)
 MANY_TOKENS = Shape(512, 2048, 64, 8, 8192)
+if EMULATED:
+    DISPATCHED = [Shape(64, 64, 3, 3, 90), Shape(320, 64, 6, 6, 60), Shape(8256, 64, 4, 2, 50)]
+    FOLDED, MANY_TOKENS = Shape(320, 448, 4, 2, 50), Shape(64, 128, 8, 2, 400)
 LONG = [Shape(7168, 2048, 2, 1, 300_000), Shape(7168, 256, 2, 2, 300_000)]
 MANY_EXPERTS = Shape(7168, 3072, 384, 2, 64)
 
@@ -99,17 +116,24 @@ def rungs(fmt):
     return [ladder[0], ladder[2], ladder[-1]]
 
 
+def few_rungs(fmt, first=1):
+    """``rungs``, of which the emulator takes one unless --full is given."""
+    return rungs(fmt)[first : first + 1] if EMULATED and not FULL else rungs(fmt)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _compiled(request):
     """Objects of the chosen tests at once, on all cores: one by one would take minutes."""
-    chosen = " ".join(item.nodeid for item in request.session.items)
-    shapes = [shape for shape in (*SHAPES, *LONG) if str(shape) in chosen]
-    shapes += [MANY_TOKENS] if "many_tokens" in chosen else []
-    shapes += [MANY_EXPERTS] if "384_experts" in chosen else []
+    if EMULATED:
+        return
+    names = " ".join(item.nodeid for item in request.session.items)
+    shapes = [shape for shape in (*SHAPES, *LONG) if str(shape) in names]
+    shapes += [MANY_TOKENS] if "many_tokens" in names else []
+    shapes += [MANY_EXPERTS] if "384_experts" in names else []
     wanted = [(shape.problem(fmt), rungs(fmt)) for shape in shapes for fmt in MAIN]
-    if "test_folded" in chosen:
+    if "test_folded" in names:
         wanted += [(FOLDED.problem("mxfp8"), rungs("mxfp8"))]
-    if "test_dispatch" in chosen:
+    if "test_dispatch" in names:
         wanted += [
             (shape.problem(fmt, act), [DISPATCH_RUNG]) for shape in DISPATCHED for fmt, act in ACTS
         ]
@@ -126,9 +150,15 @@ def _compiled(request):
 def make_layer_of(problem):
     """Gaussian weights as the kernels read them and as the reference does, and a workspace."""
     w13, w2 = normal_weights(problem)
-    weights = moe.prepare_weights(w13, w2, problem)
+    weights = moe.prepare_weights(w13, w2, problem, backend=BACKEND)
     plain = moe.prepare_weights(w13, w2, problem, backend="reference")
-    return weights, plain, moe.Workspace(weights.problem, debug=False)
+    return weights, plain, workspace_of(weights)
+
+
+def workspace_of(weights):
+    return moe.Workspace(
+        weights.problem, operand=weights.operand, debug=False, device=DEVICE, backend=BACKEND
+    )
 
 
 def poison(ws, weights):
@@ -142,65 +172,7 @@ def is_poison(tensor):
     return bool((tensor.contiguous().view(-1).view(torch.uint8) == 0xFF).all())
 
 
-def same_numbers(got, want):
-    """Equal bits, where any NaN equals any other."""
-    assert got.dtype == want.dtype
-    word = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[got.itemsize]
-    equal = got.contiguous().view(word) == want.contiguous().view(word)
-    return bool((equal | (got.isnan() & want.isnan())).all())
-
-
-def byte_scales(sf):
-    """UE8M0 bytes -> fp32, computed as a float and not by its bits."""
-    return torch.exp2(sf.double() - 127).float()
-
-
 # What the stages leave
-
-
-def edge_rows(rows, hidden):
-    """bf16 rows with every special value: each kind alone, then any bits at all."""
-    x = torch.randn(rows, hidden, device="cuda").bfloat16()
-    block = torch.arange(hidden, device="cuda") // 16
-    n = (block % 41 - 20).float()
-    x[0] = 0
-    x[1] = -0.0
-    x[2] = torch.randn(hidden, device="cuda") * 1e-39  # denormals
-    x[3] = torch.randn(hidden, device="cuda") * torch.exp2(-120 - n.abs())
-    for row, (top, ulp) in enumerate([(t, u) for t in (448.0, 6.0) for u in (-1, 0, 1)], start=4):
-        # Blocks of 16 and of 32 whose largest element is a format's largest times 2^n, or next.
-        largest = (top * torch.exp2(n)).bfloat16().view(torch.int16) + ulp
-        is_first = torch.arange(hidden, device="cuda") % 16 == 3
-        small = torch.randn(hidden, device="cuda").clamp(-3, 3) * torch.exp2(n)
-        x[row] = torch.where(is_first, largest.view(torch.bfloat16), small.bfloat16())
-    x[10, 5] = float("inf")
-    x[11, hidden - 1] = float("-inf")
-    x[12] = float("inf")
-    x[13, 40] = float("nan")
-    x[14] = float("nan")
-    x[15, 7], x[15, 8] = float("nan"), float("inf")
-    x[16] = torch.finfo(torch.bfloat16).max
-    x[17] = torch.randn(hidden, device="cuda") * torch.exp2(6 * n)  # blocks far apart
-    x[18] = torch.randn(hidden, device="cuda") * 1e-30
-    x[18, 0] = 3e38
-    x[19, :16] = 0
-    any_bits = torch.randint(-(2**15), 2**15, (rows - 20, hidden), device="cuda")
-    x[20::2] = any_bits.short().view(torch.bfloat16)[: len(x[20::2])]
-    return x
-
-
-def expected_operand(x, act, operand):
-    """Rows and their scales as dispatch stores them, from formats alone."""
-    if act == "bf16":
-        return x, None
-    q = moe.formats.quantize(x, act)
-    if operand == "e4m3":
-        folded = moe.formats.fold(q)
-        return folded.data, byte_scales(folded.sf[:, 0])
-    if act == "mxfp8":
-        return moe.formats.dequantize(q).bfloat16(), None
-    one = torch.ones((), device=x.device)
-    return moe.formats.dequantize(replace(q, global_scale=one)).bfloat16(), q.global_scale
 
 
 def route(ids, num_experts):
@@ -223,7 +195,7 @@ def assert_routed(views, ids, num_experts, tile_n):
     assert torch.equal(views["expert_info"].long(), info)
     num_tiles = int(tiles.sum())
     assert views["tiles"][0] == num_tiles
-    experts = torch.arange(num_experts, device="cuda").repeat_interleave(tiles)
+    experts = torch.arange(num_experts, device=DEVICE).repeat_interleave(tiles)
     assert torch.equal(views["tiles"][1 : 1 + num_tiles].long(), experts)
     assert is_poison(views["tiles"][1 + num_tiles :])
     # A slot's rank counts the slots of its expert before it in the same chunk of 1024.
@@ -237,26 +209,29 @@ def assert_routed(views, ids, num_experts, tile_n):
     assert is_poison(views["slot_rank"][slots:])
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize(("fmt", "act"), ACTS, ids=str)
-@pytest.mark.parametrize("shape", DISPATCHED, ids=str)
+@pytest.mark.parametrize("shape", chosen(DISPATCHED, DISPATCHED[0], DISPATCHED[2]))
 def test_dispatch_is_exact(shape, fmt, act):
-    weights = moe.prepare_weights(*normal_weights(shape.problem(fmt)), shape.problem(fmt, act))
-    ws = moe.Workspace(weights.problem, operand=weights.operand, debug=False)
+    weights = moe.prepare_weights(
+        *normal_weights(shape.problem(fmt)), shape.problem(fmt, act), backend=BACKEND
+    )
+    ws = workspace_of(weights)
     config = DISPATCH_RUNG
     tokens = shape.max_tokens - 7
     x = edge_rows(tokens, shape.hidden)
     # Experts 0 .. E-1, skipped slots (-1, E) and repeats; the last expert has most rows.
-    ids = torch.randint(-1, shape.experts + 1, (tokens, shape.top_k), device="cuda")
+    ids = torch.randint(-1, shape.experts + 1, (tokens, shape.top_k), device=DEVICE)
     ids[tokens // 2 :] = shape.experts - 1
     ids = ids.int()
     views = poison(ws, weights)
     moe.dispatch(x, ids, ws, weights, config=config)
-    torch.cuda.synchronize()
+    synchronize()
     assert_routed(views, ids, shape.experts, config.tile_n)
 
     order, _ = route(ids, shape.experts)
     want, want_sf = (
-        None if t is None else t.cuda() for t in expected_operand(x.cpu(), act, weights.operand)
+        None if t is None else t.to(DEVICE) for t in expected_operand(x.cpu(), act, weights.operand)
     )
     got = views["recv_x"][: len(order)]
     if weights.operand == "e4m3":
@@ -282,9 +257,10 @@ def scale_columns(problem, counts):
         start = -(-first // 4) * 4 + 4 * expert
         columns += range(start, start + rows)
         first += rows
-    return torch.tensor(columns, device="cuda")
+    return torch.tensor(columns, device=DEVICE)
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize(
     "name",
     [
@@ -301,7 +277,7 @@ def test_intermediate_is_within_one_rounding(name):
     layer = make_layer(name)
     weights, plain, ws = layer.weights, layer.plain, layer.ws
     problem = weights.problem
-    x, ids, _ = make_inputs(250)
+    x, ids, _ = make_inputs(MANY if EMULATED else 250)
     ids[::7, 1] = -1
     order, counts = route(ids, problem.num_experts)
     operand = reference.quantize(x, problem)
@@ -321,11 +297,12 @@ def test_intermediate_is_within_one_rounding(name):
         want.append(moe.formats.dequantize(q))
         want_sf.append(q.sf)
     want = torch.cat(want)
-    for config in variants.ladder(ARCH, weights.operand):
+    ladder = variants.ladder(ARCH, weights.operand)
+    for config in ladder[2:3] if EMULATED and not FULL else ladder:
         views = poison(ws, weights)
         moe.dispatch(x, ids, ws, weights, config=config)
         moe.gate_up(ws, weights)
-        torch.cuda.synchronize()
+        synchronize()
         got = views["h"][: len(order)]
         if weights.operand == "e4m3":
             columns = scale_columns(problem, counts)
@@ -333,43 +310,44 @@ def test_intermediate_is_within_one_rounding(name):
             same = sf == byte_scales(torch.cat(want_sf))
             assert same.float().mean() >= 0.99
             got = got.view(torch.float8_e4m3fn).float() * sf.repeat_interleave(32, 1)
-            rest = torch.ones(views["h_sf"].shape[1], dtype=torch.bool, device="cuda")
+            rest = torch.ones(views["h_sf"].shape[1], dtype=torch.bool, device=DEVICE)
             rest[columns] = False
             assert is_poison(views["h_sf"][:, rest])
         elif problem.act == "nvfp4":
-            experts = torch.arange(len(counts), device="cuda").repeat_interleave(counts)
+            experts = torch.arange(len(counts), device=DEVICE).repeat_interleave(counts)
             got = got.float() * weights.h_global_scale[experts, None]
         error = (got.float() - want).norm() / want.norm()
         assert error < 5e-3, (config, float(error))
         assert is_poison(views["h"][len(order) :])
         assert is_poison(views["y"])
         moe.down(ws, weights)
-        torch.cuda.synchronize()
+        synchronize()
         assert torch.isfinite(views["y"][order]).all()
-        skipped = torch.ones(len(views["y"]), dtype=torch.bool, device="cuda")
+        skipped = torch.ones(len(views["y"]), dtype=torch.bool, device=DEVICE)
         skipped[order] = False
         assert is_poison(views["y"][skipped])
         ws.reset()
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize("config", [c for c in rungs("mxfp8") if c.fold_intermediate], ids=str)
 def test_folded_intermediate_is_exact(config):
     shape = FOLDED
     problem = shape.problem("mxfp8")
     w13, w2 = normal_weights(problem)
     # Features of one 32-block share a magnitude, 2^0 to 2^-13, so that blocks of h lie far apart.
-    block = torch.arange(2 * shape.intermediate, device="cuda") % shape.intermediate // 32
+    block = torch.arange(2 * shape.intermediate, device=DEVICE) % shape.intermediate // 32
     w13 *= torch.exp2(-(block * 13 % 14).float())[:, None]
-    weights = moe.prepare_weights(w13, w2, problem)
+    weights = moe.prepare_weights(w13, w2, problem, backend=BACKEND)
     assert weights.kind == "mxfp8_row"
-    ws = moe.Workspace(weights.problem, debug=False)
+    ws = workspace_of(weights)
     x, ids, _ = make_inputs_of(problem, shape.max_tokens)
     x[0], x[1, 3], x[2] = 0, float("nan"), x[2] * 2.0**60
     order, counts = route(ids, shape.experts)
     views = poison(ws, weights)
     moe.dispatch(x, ids, ws, weights, config=config)
     moe.gate_up(ws, weights)
-    torch.cuda.synchronize()
+    synchronize()
     rows = len(order)
     data = views["h"][:rows].clone().view(torch.float8_e4m3fn)
     scale = views["h_sf"][:, scale_columns(problem, counts)].T.contiguous()
@@ -377,7 +355,7 @@ def test_folded_intermediate_is_exact(config):
     assert torch.equal(byte_scales(sf), scale)
     want = moe.formats.fold(moe.formats.BlockScaled(moe.formats.MXFP8, data, sf))
     moe.down(ws, weights)
-    torch.cuda.synchronize()
+    synchronize()
     assert torch.equal(views["h"][:rows], want.data.view(torch.uint8))
     assert not torch.equal(views["h"][:rows], data.view(torch.uint8))
     assert torch.equal(views["recv_sf"][:rows], byte_scales(want.sf[:, 0]))
@@ -391,25 +369,26 @@ def test_folded_intermediate_is_exact(config):
 
 def zipf_ids(tokens, shape):
     """Expert e with a share of (e + 1)^-1.2, in a random order of experts."""
-    share = torch.arange(1, shape.experts + 1, device="cuda").float() ** -1.2
-    share = share[torch.randperm(shape.experts, device="cuda")]
+    share = torch.arange(1, shape.experts + 1, device=DEVICE).float() ** -1.2
+    share = share[torch.randperm(shape.experts, device=DEVICE)]
     return torch.multinomial(share, tokens * shape.top_k, replacement=True).view(tokens, -1)
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize("fmt", MAIN)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", chosen(SHAPES, SHAPES[1], SHAPES[4], SHAPES[5]))
 def test_sizes(shape, fmt):
     problem = shape.problem(fmt)
     weights, plain, ws = make_layer_of(problem)
     routings = {
         "uniform": None,
         "zipf": zipf_ids(shape.max_tokens, shape),
-        "last expert": torch.full((shape.max_tokens, shape.top_k), shape.experts - 1).cuda(),
+        "last expert": torch.full((shape.max_tokens, shape.top_k), shape.experts - 1).to(DEVICE),
     }
     for ids in routings.values():
         inputs = make_inputs_of(problem, shape.max_tokens, ids)
         want = reference.moe_forward(*inputs, plain)
-        for config in rungs(fmt):
+        for config in few_rungs(fmt, SHAPES.index(shape) % 3):
             poison(ws, weights)
             got = moe.moe_forward(*inputs, weights, ws, config=config)
             assert reference.error(got, want).whole < BOUNDS[fmt]
@@ -422,6 +401,7 @@ def test_sizes(shape, fmt):
     ws.close()
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize("fmt", MAIN)
 @pytest.mark.parametrize("skew", ["one expert", "zipf"])
 def test_skewed_routing_of_many_tokens(fmt, skew):
@@ -433,7 +413,7 @@ def test_skewed_routing_of_many_tokens(fmt, skew):
         ids[:] = shape.experts - 1
     inputs = make_inputs_of(problem, shape.max_tokens, ids)
     want = reference.moe_forward(*inputs, plain)
-    for config in (rungs(fmt)[-1], rungs(fmt)[0]):  # many tiles of an expert, and very many
+    for config in few_rungs(fmt, 2) + few_rungs(fmt, 0):  # many tiles of an expert, and very many
         poison(ws, weights)
         got = moe.moe_forward(*inputs, weights, ws, config=config)
         # Of 8192 rows that hang on one expert each, a few hang on one rounding (4 % of a row seen).
@@ -455,7 +435,7 @@ def test_offsets_of_300_000_tokens(fmt, shape):
     x, ids, topk_weights = make_inputs_of(problem, tokens)
     limit = 2**31 // shape.hidden  # 299,593: the first row that reaches element 2^31
     near = [torch.arange(middle - 8, middle + 8) for middle in (8, tokens // 2, limit, tokens - 8)]
-    sample = torch.cat([*near, torch.randint(tokens, (500,))]).cuda()
+    sample = torch.cat([*near, torch.randint(tokens, (500,))]).to(DEVICE)
     want = reference.moe_forward(x[sample], ids[sample], topk_weights[sample], plain)
     out = torch.empty_like(x) if shape.top_k == 2 else None
     for config in (None, rungs(fmt)[0]):
@@ -492,7 +472,7 @@ def test_offsets_of_384_experts(fmt):
     del w13, w2
     ws = moe.Workspace(weights.problem, debug=False)
     x, local_ids, topk_weights = make_inputs_of(few, shape.max_tokens)
-    ids = torch.tensor(chosen, device="cuda", dtype=torch.int32)[local_ids.long()]
+    ids = torch.tensor(chosen, device=DEVICE, dtype=torch.int32)[local_ids.long()]
     want = reference.moe_forward(x, local_ids, topk_weights, plain)
     for config in rungs(fmt):
         poison(ws, weights)
@@ -535,7 +515,7 @@ def test_a_busy_gpu_does_not_stop_a_call(name):
     inputs = make_inputs(200)
     same = layer(*inputs).clone()
     out = torch.empty_like(same)
-    a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    a = torch.randn(8192, 8192, device=DEVICE, dtype=torch.bfloat16)
     c = torch.empty_like(a)
     side = torch.cuda.Stream()
     torch.cuda.synchronize()

@@ -88,7 +88,9 @@ class CTA:
         self.triggered = self.done = False
         self.named: dict[int, NamedBarrier] = {}
         self.mbarriers: dict[int, MBarrier] = {}
+        #: By thread: its groups of copies, the last one open.
         self.bulk_groups: dict[int, list[list[Any]]] = {}
+        self.copies: dict[int, list[list[Any]]] = {}
         self.tensor_memory = TensorMemory()
         self.last_commit: Any = None
         #: By thread. What its fences release, by "to other ranks too"; what it has read that was
@@ -262,24 +264,31 @@ class CTA:
 
     def check_operands(self, threads: Any, product: Any) -> None:
         """The shared memory that a wgmma reads: written, ordered, and fenced."""
+        seen = set()
+        operands = [(product.b, product.n, product.kind_b)]
+        if product.a.ndim == 1:
+            operands.append((product.a, 64, product.kind_a))
         for first in range(0, threads.count, 128):
-            operands = [(product.b, product.n, product.kind_b)]
-            if product.a.ndim == 1:
-                operands.append((product.a, 64, product.kind_a))
+            tid = int(threads.tids[first])
+            knows = int(self.clock.view_of[tid])
             for descriptors, rows, kind in operands:
-                unit = wgmma.element_bytes(kind)
                 mine = descriptors[first : first + 128]
-                if (mine != mine[0]).any():
+                if np.count_nonzero(mine != mine[0]):
                     raise Fault("a wgmma descriptor differs between threads")
-                offsets = wgmma.operand_offsets(int(mine[0]), rows, product.k * unit)
-                if offsets.min() < self.shared_begin or offsets.max() + 16 > self.shared.size:
-                    raise Fault("a wgmma operand lies outside the CTA's shared memory")
-                bad = self.shared.first_unwritten(offsets, 8, 2)
-                if bad is not None:
-                    raise Fault(
-                        f"a wgmma reads shared {int(offsets[bad]):#x}, which nothing has written"
-                    )
-                tma.check_order(self, int(threads.tids[first]), self.shared, offsets)
+                key = int(mine[0]), rows, knows
+                if key in seen:
+                    continue  # warpgroups that know the same read the same
+                seen.add(key)
+                self._check_operand(tid, *key[:2], product.k * wgmma.element_bytes(kind))
+
+    def _check_operand(self, tid: int, descriptor: int, rows: int, row_bytes: int) -> None:
+        offsets = wgmma.operand_offsets(descriptor, rows, row_bytes)
+        if offsets.min() < self.shared_begin or offsets.max() + 16 > self.shared.size:
+            raise Fault("a wgmma operand lies outside the CTA's shared memory")
+        bad = self.shared.first_unwritten(offsets, 8, 2)
+        if bad is not None:
+            raise Fault(f"a wgmma reads shared {int(offsets[bad]):#x}, which nothing has written")
+        tma.check_order(self, tid, self.shared, offsets)
 
     def tensor_core_bytes(self, offsets: np.ndarray) -> np.ndarray:
         return np.ascontiguousarray(self.shared.load(offsets, 8, 2)).view(np.uint8)

@@ -50,22 +50,32 @@ def f32_to_bf16(x: np.ndarray) -> np.ndarray:
     u = x.view(U32)
     rounded = (u + U32(0x7FFF) + (u >> U32(16) & U32(1))) >> U32(16)
     nan = x != x
-    if nan.any():
+    if np.count_nonzero(nan):
         rounded = np.where(nan, U32(0x7FFF), rounded)
     return rounded.astype(U16)
 
 
 def mul_bf16x2(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Products of two bf16 pairs (uint32 each), rounded once: 8 x 8 bits are exact in fp32."""
-    low = f32_to_bf16((a << U32(16)).view(F32) * (b << U32(16)).view(F32))
-    high_mask = U32(0xFFFF0000)
-    high = f32_to_bf16((a & high_mask).view(F32) * (b & high_mask).view(F32))
-    return low.astype(U32) | high.astype(U32) << U32(16)
+    return f32_to_bf16(_halves(a) * _halves(b)).view(U32)
+
+
+def _halves(pairs: np.ndarray) -> np.ndarray:
+    """The bf16 pairs of each element as fp32, one after the other."""
+    return bf16_to_f32(np.ascontiguousarray(pairs).view(U16))
+
+
+def _interleaved(low: np.ndarray, high: np.ndarray) -> np.ndarray:
+    """low, high, low, high, .. so that one conversion serves both."""
+    shape = np.broadcast_shapes(np.shape(low), np.shape(high))
+    both = np.empty((*shape, 2), F32)
+    both[..., 0], both[..., 1] = low, high
+    return both
 
 
 def pack_bf16x2(high: np.ndarray, low: np.ndarray) -> np.ndarray:
     """cvt.rn.bf16x2.f32 d, high, low."""
-    return f32_to_bf16(low).astype(U32) | f32_to_bf16(high).astype(U32) << U32(16)
+    return f32_to_bf16(_interleaved(low, high)).view(U32)[..., 0]
 
 
 def pack_f16x2(high: np.ndarray, low: np.ndarray) -> np.ndarray:
@@ -91,7 +101,7 @@ def f32_to_e4m3(x: np.ndarray) -> np.ndarray:
 
 def pack_e4m3x2(high: np.ndarray, low: np.ndarray) -> np.ndarray:
     """cvt.rn.satfinite.e4m3x2.f32 d, high, low: uint16."""
-    return f32_to_e4m3(low) | f32_to_e4m3(high) << U16(8)
+    return f32_to_e4m3(_interleaved(low, high)).astype(U8).view(U16)[..., 0]
 
 
 def f16x2_to_e4m3x2(pair: np.ndarray) -> np.ndarray:
@@ -134,7 +144,7 @@ def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     wide = c.astype(F64)
     total = product + wide
     at_tie = (total.view(U64) & _BELOW_F32) == _ONE_TIE
-    if at_tie.any():
+    if np.count_nonzero(at_tie):
         back = total - product
         rest = (product - (total - back)) + (wide - back)
         away = np.where(rest > 0, np.inf, -np.inf)
@@ -155,7 +165,7 @@ def maximum(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 def canonical_nan(x: np.ndarray) -> np.ndarray:
     """fp32 with the one NaN that PTX arithmetic gives."""
     nan = x != x
-    if nan.any():
+    if np.count_nonzero(nan):
         return np.where(nan, U32(0x7FFFFFFF), x.view(U32)).view(F32)
     return x
 

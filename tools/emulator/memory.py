@@ -61,8 +61,10 @@ class Memory:
         if self.valid is None:
             return None
         ones = _UNITS[unit](int.from_bytes(b"\1" * unit, "little"))
-        found = self._view(unit, count, True)[offsets // (unit * count)] & ones
-        bad = (found != ones).any(axis=1)
+        found = self._view(unit, count, True)[offsets // (unit * count)]
+        if np.count_nonzero(found == ones) == found.size:
+            return None
+        bad = (found & ones != ones).any(axis=1)
         return int(np.flatnonzero(bad)[0]) if bad.any() else None
 
     def store(

@@ -13,6 +13,13 @@ from moe_ep_jit.tools.emulator.memory import Memory
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
+def wide(value: Any, count: int) -> np.ndarray:
+    """``value`` as one element a thread; ``np.broadcast_to`` costs more than most instructions."""
+    if isinstance(value, np.ndarray) and value.shape == (count,):
+        return value
+    return np.broadcast_to(value, count)
+
+
 class MemoryAccess:
     """The part of ``Threads`` that reads and writes memory.
 
@@ -25,39 +32,46 @@ class MemoryAccess:
 
     def lanes(self, mask: Any) -> np.ndarray:
         if mask is None:
-            return np.arange(self.count)
-        return np.flatnonzero(np.broadcast_to(mask, self.count))
+            found = self.constants.get("lanes")
+            if found is None:
+                found = self.constants["lanes"] = np.arange(self.count)
+            return found
+        return wide(mask, self.count).nonzero()[0]
 
     def global_places(
         self, base: Any, offset: int, size: int, lanes: np.ndarray, what: str
-    ) -> list[tuple[Memory, np.ndarray, np.ndarray]]:
+    ) -> list[tuple[Memory, np.ndarray, Any]]:
         """(allocation, byte offsets, places in ``lanes``) of the addresses of ``lanes``."""
-        wide = np.broadcast_to(base, self.count)[lanes].astype(np.int64) + offset
-        self._check_alignment(wide, size, lanes, what)
+        where = self._addresses(base, offset, size, lanes, what)
         memory, rank = self.cta.machine.memory, self.cta.launch.rank
-        low, high = int(wide.min()), int(wide.max())
+        low, high = int(where.min()), int(where.max())
         part = memory.find(low)
         if part is not None and high + size <= part.base + part.size:
             part.check_rank(rank, what)
-            return [(part, wide - part.base, np.arange(len(lanes)))]
+            return [(part, where - part.base, slice(None))]
         groups: dict[int, tuple[Memory, list[int]]] = {}
-        for place, address in enumerate(wide.tolist()):
+        for place, address in enumerate(where.tolist()):
             try:
                 part = memory.at(address, size, what, rank)
             except Fault as fault:
                 raise Fault(f"{fault.args[0]}, thread {self.tids[lanes[place]]}") from None
             groups.setdefault(part.base, (part, []))[1].append(place)
         return [
-            (part, wide[places] - part.base, np.array(places)) for part, places in groups.values()
+            (part, where[places] - part.base, np.array(places)) for part, places in groups.values()
         ]
 
     def shared_places(
         self, base: Any, offset: int, size: int, lanes: np.ndarray, what: str
-    ) -> list[tuple[Memory, np.ndarray, np.ndarray]]:
+    ) -> list[tuple[Memory, np.ndarray, Any]]:
         """Likewise for shared addresses, whose bits 24 and up are the CTA's rank in its cluster."""
-        wide = np.broadcast_to(base, self.count)[lanes].astype(np.int64) + offset
-        self._check_alignment(wide, size, lanes, what)
-        ranks, offsets = wide >> 24, wide & 0xFFFFFF
+        where = self._addresses(base, offset, size, lanes, what)
+        low, high = int(where.min()), int(where.max())
+        if low >> 24 == high >> 24:
+            cta = self.cta.peer(low >> 24, what)
+            low, high = low & 0xFFFFFF, high & 0xFFFFFF
+            if low >= cta.shared_begin and high + size <= cta.shared.size:
+                return [(cta.shared, where & 0xFFFFFF, slice(None))]
+        ranks, offsets = where >> 24, where & 0xFFFFFF
         found = []
         for rank in np.unique(ranks):
             places = np.flatnonzero(ranks == rank)
@@ -74,14 +88,24 @@ class MemoryAccess:
             found.append((cta.shared, mine, places))
         return found
 
-    def _check_alignment(self, wide: np.ndarray, size: int, lanes: np.ndarray, what: str) -> None:
-        odd = wide & (size - 1)
-        if odd.any():
+    def _addresses(
+        self, base: Any, offset: int, size: int, lanes: np.ndarray, what: str
+    ) -> np.ndarray:
+        """Addresses of ``lanes``, checked to be multiples of ``size``."""
+        base = wide(base, self.count)
+        if len(lanes) != self.count:
+            base = base[lanes]
+        where = base.astype(np.int64)
+        if offset:
+            where += offset
+        odd = where & (size - 1)
+        if np.count_nonzero(odd):
             place = int(np.flatnonzero(odd)[0])
             raise Fault(
-                f"{what} of {size} bytes at {int(wide[place]):#x}, not aligned to {size}, by "
+                f"{what} of {size} bytes at {int(where[place]):#x}, not aligned to {size}, by "
                 f"thread {self.tids[lanes[place]]}"
             )
+        return where
 
     # Checks
 
@@ -92,17 +116,19 @@ class MemoryAccess:
         unit: int,
         count: int,
         tids: np.ndarray,
-        strong: bool,
+        verb: str = "reads",
     ) -> None:
-        """A Fault unless every byte was written, by a write that these threads may see."""
+        """A Fault unless every byte was written, by a write that these threads may see.
+
+        A strong read races with no strong write, whose record is 0; with an ordinary one it does.
+        """
         bad = part.first_unwritten(offsets, unit, count)
         if bad is not None:
             raise Fault(
                 f"thread {tids[bad]} reads {part.name} + {int(offsets[bad])}, which nothing has "
                 "written"
             )
-        if not strong:
-            self.check_order(part, offsets, unit * count, tids, "reads")
+        self.check_order(part, offsets, unit * count, tids, verb)
 
     def check_order(
         self, part: Memory, offsets: np.ndarray, size: int, tids: np.ndarray, verb: str
@@ -129,17 +155,22 @@ class MemoryAccess:
     ) -> list[np.ndarray]:  # fmt: skip
         """``count`` arrays of elements; zeros for threads that take no part."""
         lanes = self.lanes(mask)
-        whole = np.zeros((count, self.count), _UNSIGNED[unit])
         if len(lanes) == 0:
-            return list(whole)
+            return list(np.zeros((count, self.count), _UNSIGNED[unit]))
         places = self.global_places if space == "global" else self.shared_places
-        tids = self.tids[lanes]
+        tids = self.tids if len(lanes) == self.count else self.tids[lanes]
         found = places(base, offset, unit * count, lanes, f"ld.{space}")
+        if len(lanes) == self.count and len(found) == 1 and not order:
+            ((part, offsets, _),) = found
+            self.check_read(part, offsets, unit, count, tids)
+            values = part.load(offsets, unit, count)
+            return [values.reshape(-1)] if count == 1 else list(np.ascontiguousarray(values.T))
+        whole = np.zeros((count, self.count), _UNSIGNED[unit])
         for part, offsets, at in found:
             if order:
                 self.synchronizes(part, offsets, tids[at], reads=True, order=order)
                 self.polled = f"ld.{order}", part, int(offsets[0])
-            self.check_read(part, offsets, unit, count, tids[at], bool(order))
+            self.check_read(part, offsets, unit, count, tids[at])
             whole[:, lanes[at]] = part.load(offsets, unit, count).T
         return list(whole)
 
@@ -150,20 +181,24 @@ class MemoryAccess:
         lanes = self.lanes(mask)
         if len(lanes) == 0:
             return
-        stacked = np.stack([np.broadcast_to(v, self.count)[lanes] for v in values], axis=1)
-        unit = stacked.dtype.itemsize
+        values = [wide(v, self.count) for v in values]
+        unit = values[0].dtype.itemsize
+        stacked = np.empty((len(lanes), len(values)), values[0].dtype)
+        everyone = len(lanes) == self.count
+        for n, value in enumerate(values):
+            stacked[:, n] = value if everyone else value[lanes]
         places = self.global_places if space == "global" else self.shared_places
         found = places(base, offset, unit * len(values), lanes, f"st.{space}")
         self.cta.machine.changes += 1
         for part, offsets, at in found:
-            tids = self.tids[lanes[at]]
+            tids = self.tids[lanes[at]] if not everyone or at != slice(None) else self.tids
             if space == "global":
                 self.check_global_write(part, offsets, tids)
                 if order:
                     self.synchronizes(part, offsets, tids, reads=False, order=order)
                 else:
                     self.check_order(part, offsets, unit * len(values), tids, "overwrites")
-            records = np.zeros(len(at), np.int64) if order else self.cta.clock.records(tids)
+            records = np.zeros(len(tids), np.int64) if order else self.cta.clock.records(tids)
             part.store(offsets, stacked[at], unit, records)
 
     def check_global_write(self, part: Memory, offsets: np.ndarray, tids: np.ndarray) -> None:
@@ -194,13 +229,12 @@ class MemoryAccess:
         if len(lanes) == 0:
             return result
         found = self.global_places(base, offset, unit, lanes, "atom")
-        operands, changed = [np.broadcast_to(v, self.count) for v in values], False
+        operands, changed = [wide(v, self.count) for v in values], False
         for part, offsets, at in found:
             tids = self.tids[lanes[at]]
-            self.check_read(part, offsets, unit, 1, tids, True)
+            self.check_read(part, offsets, unit, 1, tids, "adds to or exchanges")
             self.check_global_write(part, offsets, tids)
-            for position, place in zip(offsets.tolist(), at.tolist(), strict=True):
-                lane = lanes[place]
+            for position, lane in zip(offsets.tolist(), lanes[at].tolist(), strict=True):
                 cell = part.data[position : position + unit].view(kind)
                 old = cell[0]
                 result[lane] = old
@@ -209,7 +243,7 @@ class MemoryAccess:
                 self.cta.synchronizes(
                     part.base + position, int(self.tids[lane]), True, True, order or "relaxed"
                 )
-            part.record(offsets, unit, np.zeros(len(at), np.int64))
+            part.record(offsets, unit, np.zeros(len(tids), np.int64))
             if changed:
                 self.cta.machine.changes += 1
             else:
@@ -250,7 +284,7 @@ class MemoryAccess:
             lanes = (warps[:, None] * 32 + 8 * number + np.arange(8)).reshape(-1)
             rows = np.zeros((len(lanes), 2), np.uint64)
             for part, offsets, at in self.shared_places(base, offset, 16, lanes, "ldmatrix"):
-                self.check_read(part, offsets, 8, 2, self.tids[lanes[at]], False)
+                self.check_read(part, offsets, 8, 2, self.tids[lanes[at]])
                 rows[at] = part.load(offsets, 8, 2)
             matrix = rows.view(np.uint16).reshape(-1, 8, 8)
             if transposed:

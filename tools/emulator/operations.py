@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from moe_ep_jit.tools.emulator import tma
 from moe_ep_jit.tools.emulator.arithmetic import EMITTERS as ARITHMETIC
 from moe_ep_jit.tools.emulator.codegen import Writer, kind_of
 from moe_ep_jit.tools.emulator.ptx import TYPE_BYTES, Instruction
@@ -263,14 +264,57 @@ _BULK = {
     "shared::cluster", "bulk_group", "L2::cache_hint", "multicast::cluster",
     "mbarrier::complete_tx::bytes", "cta_group::1", "cta_group::2",
 }  # fmt: skip
+_REDUCTIONS = {"add", "min", "max", "and", "or", "xor"}
+
+
+def _copy(w: Writer, i: Instruction) -> None:
+    """cp.async in all its forms, and cp.reduce."""
+    if i.parts[:3] == ["cp", "async", "bulk"] or i.parts[:4] == ["cp", "reduce", "async", "bulk"]:
+        _bulk(w, i)
+    elif i.op == "cp.async.commit_group":
+        w.emit(f"c.copy_commit({w.mask})")
+    elif i.op.startswith("cp.async.mbarrier.arrive."):
+        if set(i.parts[4:]) - {"noinc", "shared", "shared::cta", "b64"}:
+            raise i.unsupported("modifier")
+        base, offset = w.address(i.operands[0])
+        w.constants[f"I{i.line}"] = i
+        w.emit(f"c.copy_arrive(I{i.line}, {base}, {offset}, {w.mask})")
+    else:
+        _small_copy(w, i)
+
+
+def _small_copy(w: Writer, i: Instruction) -> None:
+    if (
+        i.parts[2] not in ("ca", "cg")
+        or i.parts[4] != "global"
+        or (
+            i.parts[3] not in ("shared", "shared::cta")
+            or {p for p in i.parts[5:] if not p.startswith("L2::")}
+        )
+    ):
+        raise i.unsupported("copy")
+    dst, src, size, *rest = i.operands
+    if "L2::cache_hint" in i.parts:
+        rest.pop()
+    if size.kind != "imm" or size.value not in ((16,) if i.parts[2] == "cg" else (4, 8, 16)):
+        raise i.unsupported("bytes of a copy")
+    length = w.source(rest.pop(0), "u32") if rest else w.constant("u32", size.value)
+    if rest:
+        raise i.unsupported("operands of a copy")
+    w.constants[f"I{i.line}"] = i
+    given = f"{_sum(w, dst)}, {_sum(w, src)}, {size.value}, {length}"
+    w.emit(f"c.copy(I{i.line}, {given}, {w.mask})")
 
 
 def _bulk(w: Writer, i: Instruction) -> None:
-    parts = i.parts[1:]
+    parts = [p for p in i.parts[1:] if p != "reduce"]
+    if i.parts[1] == "reduce":
+        _check_reduction(i)
+        parts = [p for p in parts if p not in _REDUCTIONS | {"noftz"} and p not in TYPE_BYTES]
     if i.op == "cp.async.bulk.commit_group":
         w.emit(f"c.bulk_commit({w.mask})")
         return
-    if set(parts) - _BULK or parts[:2] != ["async", "bulk"]:
+    if set(parts) - _BULK or ".shared::cluster.shared::cta" in i.op:
         raise i.unsupported("copy")
     dst, src, *rest = i.operands
     if "L2::cache_hint" in parts:
@@ -294,6 +338,13 @@ def _bulk(w: Writer, i: Instruction) -> None:
     w.constants[name] = i
     given = ", ".join(f"{key!r}: {value}" for key, value in values.items())
     w.emit(f"c.bulk({name}, {{{given}}}, {w.mask})")
+
+
+def _check_reduction(i: Instruction) -> None:
+    """The kind of a reduction: of a tensor's, the descriptor names the type."""
+    kinds = [p for p in i.parts if p in tma.REDUCED]
+    if len(_REDUCTIONS & set(i.parts)) != 1 or len(kinds) != (0 if "tensor" in i.parts else 1):
+        raise i.unsupported("reduction")
 
 
 def _sum(w: Writer, operand: object) -> str:
@@ -325,5 +376,5 @@ EMITTERS = {
     "setmaxnreg": _nothing,
     "nanosleep": _pause,
     "mapa": _map_address,
-    "cp": _bulk,
+    "cp": _copy,
 }

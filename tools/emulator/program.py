@@ -11,7 +11,7 @@ from moe_ep_jit.tools.emulator.ptx import Entry, Instruction, Operand
 SPECIAL = (
     "bar.sync", "barrier.sync", "barrier.cta.sync", "bar.arrive", "barrier.cta.arrive",
     "barrier.cluster.wait", "mbarrier.try_wait", "griddepcontrol.wait", "wgmma.",
-    "cp.async.bulk.wait_group", "tcgen05.",
+    "cp.async.bulk.wait_group", "cp.async.wait_group", "cp.async.wait_all", "tcgen05.",
 )  # fmt: skip
 
 #: Instructions whose every operand is read.

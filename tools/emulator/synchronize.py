@@ -12,6 +12,7 @@ import numpy as np
 from moe_ep_jit.tools.emulator import tensor_memory, tma
 from moe_ep_jit.tools.emulator.fault import Fault
 from moe_ep_jit.tools.emulator.mbarrier import MBarrier
+from moe_ep_jit.tools.emulator.memory_access import wide
 from moe_ep_jit.tools.emulator.ptx import Instruction, Operand
 
 
@@ -36,7 +37,7 @@ class Synchronize:
             found = self.R[operand.value]
             if found is None:
                 raise TypeError("NoneType register")
-            return np.broadcast_to(found, self.count)
+            return wide(found, self.count)
         if operand.kind == "imm":
             return np.full(self.count, operand.value, np.int64)
         if operand.kind == "addr":
@@ -71,6 +72,8 @@ class Synchronize:
             return self._grid_wait()
         if i.op.startswith("cp.async.bulk.wait_group"):
             return self._bulk_wait(i)
+        if i.op in ("cp.async.wait_group", "cp.async.wait_all"):
+            return self.copy_wait(i)
         raise i.unsupported("unknown instruction")
 
     # Barriers of a CTA
@@ -153,14 +156,14 @@ class Synchronize:
         return found
 
     def mbarrier_init(self, base: Any, offset: int, count: Any, mask: Any) -> None:
-        addresses = np.broadcast_to(base, self.count).astype(np.int64) + offset
-        counts = np.broadcast_to(count, self.count)
+        addresses = wide(base, self.count).astype(np.int64) + offset
+        counts = wide(count, self.count)
         self.cta.machine.changes += 1
         for lane in self.lanes(mask):
             self.cta.new_mbarrier(int(addresses[lane]), int(counts[lane]))
 
     def mbarrier_inval(self, base: Any, offset: int, mask: Any) -> None:
-        addresses = np.broadcast_to(base, self.count).astype(np.int64) + offset
+        addresses = wide(base, self.count).astype(np.int64) + offset
         for lane in self.lanes(mask):
             self.cta.mbarrier(int(addresses[lane]))
             del self.cta.mbarriers[int(addresses[lane]) & 0xFFFFFF]
@@ -169,20 +172,20 @@ class Synchronize:
         self, base: Any, offset: int, count: Any, expected_bytes: Any, mask: Any
     ) -> np.ndarray:  # fmt: skip
         """arrive, or arrive.expect_tx where ``expected_bytes`` is not None."""
-        addresses = np.broadcast_to(base, self.count).astype(np.int64) + offset
-        counts = np.broadcast_to(count, self.count)
+        addresses = wide(base, self.count).astype(np.int64) + offset
+        counts = wide(count, self.count)
         lanes = self.lanes(mask)
         for barrier, places in self._mbarriers(addresses, lanes):
             mine = lanes[places]
             if expected_bytes is not None:
-                barrier.expect(int(np.broadcast_to(expected_bytes, self.count)[mine].sum()))
+                barrier.expect(int(wide(expected_bytes, self.count)[mine].sum()))
             barrier.arrive(int(counts[mine].sum()), self.cta.clock.release(self.tids[mine]))
         self.cta.machine.changes += 1
         return self.full(np.uint64(0))
 
     def mbarrier_expect(self, base: Any, offset: int, expected_bytes: Any, mask: Any) -> None:
-        addresses = np.broadcast_to(base, self.count).astype(np.int64) + offset
-        wanted = np.broadcast_to(expected_bytes, self.count)
+        addresses = wide(base, self.count).astype(np.int64) + offset
+        wanted = wide(expected_bytes, self.count)
         lanes = self.lanes(mask)
         for barrier, places in self._mbarriers(addresses, lanes):
             barrier.expect(int(wanted[lanes[places]].sum()))
@@ -190,8 +193,8 @@ class Synchronize:
 
     def mbarrier_test(self, base: Any, offset: int, parity: Any, mask: Any) -> np.ndarray:
         """test_wait.parity: whether the phase is over; who sees it over learns."""
-        addresses = np.broadcast_to(base, self.count).astype(np.int64) + offset
-        parities = np.broadcast_to(parity, self.count)
+        addresses = wide(base, self.count).astype(np.int64) + offset
+        parities = wide(parity, self.count)
         lanes = self.lanes(mask)
         over = np.zeros(self.count, bool)
         for barrier, places in self._mbarriers(addresses, lanes):
@@ -272,9 +275,9 @@ class Synchronize:
         """cp.async.bulk of any kind, by each thread that takes part."""
         for lane in self.lanes(mask):
             values = {
-                name: [int(np.broadcast_to(v, self.count)[lane]) for v in value]
+                name: [int(wide(v, self.count)[lane]) for v in value]
                 if isinstance(value, list)
-                else int(np.broadcast_to(value, self.count)[lane])
+                else int(wide(value, self.count)[lane])
                 for name, value in operands.items()
             }
             tma.issue(self.cta, int(self.tids[lane]), i, values)
@@ -287,13 +290,20 @@ class Synchronize:
         """Wait until at most so many committed groups are under way; .read: their reading."""
         (most,) = i.operands
         reading = "read" in i.parts
+        over = []
         for tid in self.active().tolist():
             groups = self.cta.bulk_groups.get(tid, [[]])[:-1]
             older = groups[: max(len(groups) - most.value, 0)]
             if any(not (c.has_read if reading else c.is_done) for g in older for c in g):
                 self.wait = ("bulk copies", tid)
                 return False
+            over.append((tid, older))
         self.wait = None
+        if not reading:
+            for tid, older in over:
+                self.cta.clock.acquire(np.array([tid]), *(c.view for g in older for c in g))
+                for group in older:
+                    group.clear()
         return True
 
     def describe_wait(self) -> str:

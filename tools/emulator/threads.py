@@ -13,8 +13,9 @@ import numpy as np
 
 from moe_ep_jit.tools.emulator import wgmma
 from moe_ep_jit.tools.emulator.codegen import Code
+from moe_ep_jit.tools.emulator.copies import Copies
 from moe_ep_jit.tools.emulator.fault import Fault, UnsupportedError
-from moe_ep_jit.tools.emulator.memory_access import MemoryAccess
+from moe_ep_jit.tools.emulator.memory_access import MemoryAccess, wide
 from moe_ep_jit.tools.emulator.synchronize import Synchronize
 from moe_ep_jit.tools.emulator.warp_wide import WarpWide
 
@@ -53,7 +54,7 @@ def _same(a: Any, b: Any) -> bool:
     return a is b or (isinstance(a, int) and a == b)
 
 
-class Threads(MemoryAccess, WarpWide, Synchronize):
+class Threads(MemoryAccess, WarpWide, Synchronize, Copies):
     """Some warps of a CTA with their registers.
 
     tids      thread numbers in the CTA, a multiple of 32, in ascending order
@@ -72,6 +73,7 @@ class Threads(MemoryAccess, WarpWide, Synchronize):
         self.constants: dict[tuple[str, int], np.ndarray] = {}
         self.specials: dict[str, np.ndarray] = {}
         self.wait: Any = None  # what a special instruction waits on: synchronize.py
+        self._warpgroups: tuple[Any, bool] = (None, False)
         self.wgmma = wgmma.Groups()
         self.done = False
         #: What a poll has just looked at: (instruction, allocation, offset) or words.
@@ -167,11 +169,12 @@ class Threads(MemoryAccess, WarpWide, Synchronize):
         """The next block after a conditional branch at the end of block ``index``."""
         block = self.code.program.blocks[index]
         target, following = block.successors
-        taken = np.broadcast_to(taken, self.count)
+        taken = wide(taken, self.count)
         if mask is None:
-            if taken.all():
+            goes = np.count_nonzero(taken)
+            if goes == self.count:
                 return target
-            if not taken.any():
+            if not goes:
                 return following
             here, there = taken, ~taken
         else:
@@ -309,10 +312,15 @@ class Threads(MemoryAccess, WarpWide, Synchronize):
 
     def whole_warpgroups(self) -> bool:
         """Whether these threads are all of some warpgroups."""
-        if self.count % 128:
-            return False
-        groups = self.tids.reshape(-1, 128)
-        return bool((groups[:, 0] % 128 == 0).all() and (groups[:, -1] == groups[:, 0] + 127).all())
+        known, whole = self._warpgroups
+        if known is not self.tids:
+            whole = self.count % 128 == 0
+            if whole:
+                groups = self.tids.reshape(-1, 128)
+                first, last = groups[:, 0], groups[:, -1]
+                whole = bool((first % 128 == 0).all() and (last == first + 127).all())
+            self._warpgroups = self.tids, whole
+        return whole
 
     def merge(self, other: Threads) -> None:
         """Take in the threads of ``other``, which stand at the same place."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from moe_ep_jit.tools.emulator import clocks
+from moe_ep_jit.tools.emulator import clocks, floats
 from moe_ep_jit.tools.emulator.fault import Fault
 from moe_ep_jit.tools.emulator.memory import POISON, WRITTEN, Memory
 from moe_ep_jit.tools.emulator.ptx import Instruction
@@ -21,6 +21,12 @@ from moe_ep_jit.tools.emulator.wgmma import swizzled
 
 #: Type code of a descriptor -> bits of an element.
 _ELEMENT_BITS = {0: 8, 1: 16, 2: 32, 3: 32, 4: 64, 5: 64, 6: 16, 7: 32, 8: 64, 10: 16, 11: 4}
+#: Type of a reduction -> its code in a descriptor (-1: none), NumPy type. bf16: by its bits.
+REDUCED = {
+    "u32": (2, np.uint32), "s32": (3, np.int32), "u64": (4, np.uint64), "s64": (5, np.int64),
+    "f16": (6, np.float16), "f32": (7, np.float32), "f64": (8, np.float64), "bf16": (10, np.uint16),
+    "b32": (-1, np.uint32), "b64": (-1, np.uint64),
+}  # fmt: skip
 _SWIZZLE_BYTES = {0: 16, 1: 32, 2: 64, 3: 128}
 
 
@@ -34,6 +40,7 @@ class Descriptor:
     strides: tuple[int, ...]
     box: tuple[int, ...]
     swizzle: int
+    code: int
 
     @property
     def row_bytes(self) -> int:
@@ -64,7 +71,13 @@ def decode(raw: bytes) -> Descriptor:
     sizes = (q[6] >> 56 & 0xFF, *(q[7] >> 8 * n & 0xFF for n in range(4)))
     box = [n + 1 for n in sizes][:rank]
     found = Descriptor(
-        q[0], _ELEMENT_BITS[code], tuple(dims), tuple(strides), tuple(box), _SWIZZLE_BYTES[swizzle]
+        q[0],
+        _ELEMENT_BITS[code],
+        tuple(dims),
+        tuple(strides),
+        tuple(box),
+        _SWIZZLE_BYTES[swizzle],
+        code,
     )
     _check(found)
     return found
@@ -141,9 +154,10 @@ class Store(Copy):
     def __init__(self, cta: Any, instruction: Instruction, write: Any) -> None:
         super().__init__(cta, instruction)
         self.write = write
+        self.view: clocks.View | None = None  # what the wait for it tells
 
     def move(self) -> None:
-        self.write()
+        self.view = self.write()
 
 
 def issue(cta: Any, tid: int, i: Instruction, values: dict[str, Any]) -> None:
@@ -278,8 +292,7 @@ def check_order(cta: Any, tid: int, part: Memory, offsets: np.ndarray) -> None:
     records = part.records_at(offsets, 16)
     if records is None:
         return
-    tids = np.full(len(offsets), tid)
-    hidden = cta.clock.hidden(tids, records, True)
+    hidden = cta.clock.hidden(tid, records, True)
     if hidden is not None:
         place, record, only_fence = hidden
         if only_fence:
@@ -302,8 +315,13 @@ def _race(cta: Any, part: Memory, offset: int, tid: int, record: int) -> str:
 def _issue_store(cta: Any, tid: int, i: Instruction, values: dict[str, Any]) -> None:
     shared = cta.shared
     src = values["src"] & 0xFFFFFF
+    kind = next((p for p in i.parts if p in REDUCED), "")
     if "coords" in values:
         d = decode(cta.machine.descriptor(values["dst"]))
+        if "reduce" in i.parts:
+            kind = next((name for name, (code, _) in REDUCED.items() if code == d.code), None)
+            if kind is None:
+                raise i.unsupported(f"reduction of descriptor type {d.code}")
         if src % 128:
             raise Fault(f"TMA from shared {src:#x}, not aligned to 128 bytes")
         coords = [c - (1 << 32) if c >= 1 << 31 else c for c in values["coords"]]
@@ -341,10 +359,44 @@ def _issue_store(cta: Any, tid: int, i: Instruction, values: dict[str, Any]) -> 
             "while the grid before may still run"
         )
 
-    def write() -> None:
-        record, _ = cta.clock.asynchronous()
-        part.store(at - part.base, shared.load(places, 8, 2), 8, np.full(len(at), record))
+    if kind:
+        operation = next(p for p in i.parts if p in ("add", "min", "max", "and", "or", "xor"))
+        bad = part.first_unwritten(at - part.base, 8, 2)
+        if bad is not None:
+            where = int(at[bad]) - part.base
+            raise Fault(f"a reduction into {part.name} + {where}, which nothing has written")
+        check_order(cta, tid, part, at - part.base)
+
+    def write() -> clocks.View:
+        record, view = cta.clock.asynchronous()
+        if kind:
+            _reduce(part, at - part.base, shared.load(places, 8, 2), operation, kind)
+        else:
+            part.store(at - part.base, shared.load(places, 8, 2), 8, np.full(len(at), record))
+        return view
 
     copy = Store(cta, i, write)
     cta.bulk_groups.setdefault(tid, [[]])[-1].append(copy)
     cta.machine.later(copy)
+
+
+def _reduce(
+    part: Memory, offsets: np.ndarray, values: np.ndarray, operation: str, kind: str
+) -> None:
+    """16-byte pieces combined with what is there, element by element: atomic, so it races with
+    none.
+    """
+    number = REDUCED[kind][1]
+    old = part.load(offsets, 8, 2).view(number)
+    new = np.ascontiguousarray(values).view(number)
+    if kind == "bf16":
+        old, new = floats.bf16_to_f32(old), floats.bf16_to_f32(new)
+    combine = {
+        "add": np.add, "min": np.fmin, "max": np.fmax, "and": np.bitwise_and,
+        "or": np.bitwise_or, "xor": np.bitwise_xor,
+    }[operation]  # fmt: skip
+    result = combine(old, new)
+    if kind == "bf16":
+        result = floats.f32_to_bf16(result)
+    raw = np.ascontiguousarray(result).view(np.uint64).reshape(-1, 2)
+    part.store(offsets, raw, 8, np.zeros(len(offsets), np.int64))

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from moe_ep_jit.tools.emulator.fault import Fault
+from moe_ep_jit.tools.emulator.memory_access import wide
 
 _LANES = np.arange(32)
 _BITS = np.uint64(1) << np.arange(32, dtype=np.uint64)
@@ -18,15 +19,15 @@ class WarpWide:
     def active_lanes(self, mask: Any) -> np.ndarray:
         """[warps, 32] bool: who takes part."""
         if mask is None:
-            return np.ones((self.count // 32, 32), bool)
-        return np.broadcast_to(mask, self.count).reshape(-1, 32)
+            return self.full(np.True_).reshape(-1, 32)
+        return wide(mask, self.count).reshape(-1, 32)
 
     def members(self, member: Any, mask: Any, what: str) -> np.ndarray:
         """Who takes part in a ``.sync`` instruction; all lanes that it names must."""
         active = self.active_lanes(mask)
         if mask is None:
             return active
-        named = np.broadcast_to(member, self.count).reshape(-1, 32).astype(np.uint64)
+        named = wide(member, self.count).reshape(-1, 32).astype(np.uint64)
         bits = (named[:, :, None] & _BITS).astype(bool)  # [warp, lane, named lane]
         missing = bits & ~active[:, None, :] & active[:, :, None]
         if missing.any():
@@ -51,9 +52,9 @@ class WarpWide:
         active = self.active_lanes(mask)
         if mask is not None:
             active = self.members(member, mask, f"shfl.sync.{mode}")
-        values = np.broadcast_to(value, self.count).reshape(-1, 32)
-        step = np.broadcast_to(distance, self.count).reshape(-1, 32).astype(np.int64) & 31
-        packed = np.broadcast_to(control, self.count).reshape(-1, 32).astype(np.int64)
+        values = wide(value, self.count).reshape(-1, 32)
+        step = wide(distance, self.count).reshape(-1, 32).astype(np.int64) & 31
+        packed = wide(control, self.count).reshape(-1, 32).astype(np.int64)
         clamp, segment = packed & 31, packed >> 8 & 31
         most = (_LANES & segment) | (clamp & ~segment)
         least = _LANES & segment
@@ -70,14 +71,15 @@ class WarpWide:
             source = least | (step & ~segment)
             good = source <= most
         source = np.where(good, source, _LANES)
-        taken = np.take_along_axis(active, source, axis=1)
-        if (active & ~taken).any():
+        flat = source + (np.arange(len(source)) * 32)[:, None]
+        if mask is not None and (active & ~active.reshape(-1)[flat]).any():
+            taken = np.take_along_axis(active, source, axis=1)
             warp, lane = np.argwhere(active & ~taken)[0]
             raise Fault(
                 f"shfl.sync.{mode}: lane {lane} of warp {self.tids[warp * 32] // 32} reads lane "
                 f"{source[warp, lane]}, which does not take part"
             )
-        return np.take_along_axis(values, source, axis=1).reshape(-1), good.reshape(-1)
+        return values.reshape(-1)[flat.reshape(-1)], good.reshape(-1)
 
     def elect(self, member: Any, mask: Any) -> tuple[np.ndarray, np.ndarray]:
         """elect.sync: (the leader's lane, who is it)."""
@@ -92,14 +94,14 @@ class WarpWide:
 
     def match_any(self, value: np.ndarray, member: Any, mask: Any) -> np.ndarray:
         active = self.members(member, mask, "match.any.sync")
-        values = np.broadcast_to(value, self.count).reshape(-1, 32)
+        values = wide(value, self.count).reshape(-1, 32)
         same = (values[:, :, None] == values[:, None, :]) & active[:, None, :]
         return self._mask_of(same).reshape(-1)
 
     def vote(self, mode: str, predicate: Any, member: Any, mask: Any) -> np.ndarray:
         """vote.sync: bool for any, all, uni; a mask for ballot."""
         active = self.members(member, mask, f"vote.sync.{mode}")
-        holds = np.broadcast_to(predicate, self.count).reshape(-1, 32) & active
+        holds = wide(predicate, self.count).reshape(-1, 32) & active
         if mode == "ballot":
             return np.repeat(self._mask_of(holds), 32)
         if mode == "any":
@@ -113,7 +115,7 @@ class WarpWide:
     def reduce(self, operation: str, value: np.ndarray, member: Any, mask: Any) -> np.ndarray:
         """redux.sync over the lanes that take part."""
         active = self.members(member, mask, f"redux.sync.{operation}")
-        values = np.broadcast_to(value, self.count).reshape(-1, 32)
+        values = wide(value, self.count).reshape(-1, 32)
         out = np.zeros(len(values), values.dtype)
         for warp in np.flatnonzero(active.any(axis=1)):
             mine = values[warp][active[warp]]

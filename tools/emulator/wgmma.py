@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from copy import copy
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,8 @@ _TYPES = {
     "e4m3": (1, lambda raw: floats.E4M3[raw]),
     "e5m2": (1, lambda raw: floats.E5M2[raw]),
 }
+#: Multiplications up to which OpenBLAS takes one thread.
+_ONE_THREAD = 1 << 18
 _SWIZZLE_BYTES = {0: 16, 1: 128, 2: 64, 3: 32}
 
 
@@ -211,25 +213,40 @@ class Groups:
             self.fenced = False
 
     def _carry_out(self, threads: Any, product: Product) -> None:
+        """D of all warpgroups; those that share B in one product of matrices."""
         sums = np.stack([self.values[r] for r in product.registers])
-        out = np.empty_like(sums)
-        for first in range(0, threads.count, 128):
-            group = slice(first, first + 128)
-            b = self._matrix(threads, int(product.b[first]), product.n, product, product.kind_b)
-            if product.a.ndim == 2:
-                a = _fragment_a(product.a[:, group], product.kind_a)
-            else:
-                a = self._matrix(threads, int(product.a[first]), 64, product, product.kind_a)
-            with np.errstate(invalid="ignore", over="ignore"):
-                d = a @ b.T
-                if product.negate[0] != product.negate[1]:
-                    d = -d
-                d = _fragment_d(d)
-                if product.accumulate[first]:
-                    d = d + sums[:, group].view(np.float32)
-            out[:, group] = floats.canonical_nan(d).view(np.uint32)
-        for register, row in zip(product.registers, out, strict=True):
+        leaders = product.b[::128]
+        for descriptor in set(leaders.tolist()):
+            lanes = slice(None)
+            if len(leaders) > 1 and (leaders != descriptor).any():
+                lanes = np.flatnonzero(product.b == descriptor)
+            sums[:, lanes] = self._product(threads, product, descriptor, lanes, sums)
+        for register, row in zip(product.registers, sums, strict=True):
             self.values[register] = row
+
+    def _product(
+        self, threads: Any, product: Product, descriptor: int, lanes: Any, sums: np.ndarray
+    ) -> np.ndarray:
+        b = self._matrix(threads, descriptor, product.n, product, product.kind_b)
+        if product.a.ndim == 2:
+            a = _fragment_a(product.a[:, lanes], product.kind_a)
+        else:
+            parts = [
+                self._matrix(threads, int(at), 64, product, product.kind_a)
+                for at in product.a[lanes][::128]
+            ]
+            a = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        with np.errstate(invalid="ignore", over="ignore"):
+            d = _times(a, b.T)
+            if product.negate[0] != product.negate[1]:
+                d = -d
+            d = _fragment_d(d)
+            adds = product.accumulate[lanes]
+            if adds.all():
+                d = d + sums[:, lanes].view(np.float32)
+            elif adds.any():
+                d = np.where(adds, d + sums[:, lanes].view(np.float32), d)
+        return floats.canonical_nan(d).view(np.uint32)
 
     def _matrix(
         self, threads: Any, descriptor: int, rows: int, product: Product, kind: str
@@ -254,6 +271,7 @@ def relative_offsets(
     return row // 8 * stride + row % 8 * width + piece * 16
 
 
+@lru_cache(maxsize=4096)
 def operand_offsets(descriptor: int, rows: int, row_bytes: int) -> np.ndarray:
     """Byte offsets in shared memory of a K-major operand's 16-byte pieces, row by row."""
     start = (descriptor & 0x3FFF) << 4
@@ -273,21 +291,30 @@ def swizzled(offsets: np.ndarray, width: int) -> np.ndarray:
     return offsets ^ (offsets >> 7 & pieces) << 4
 
 
+def _times(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """A product in pieces for which a BLAS library starts no threads: starting them costs more."""
+    out = np.empty((len(a), b.shape[1]), np.float32)
+    step = max(_ONE_THREAD // b.size // 16 * 16, 16)
+    for first in range(0, len(a), step):
+        np.matmul(a[first : first + step], b, out=out[first : first + step])
+    return out
+
+
 def _fragment_a(registers: np.ndarray, kind: str) -> np.ndarray:
-    """[64, k] of A in registers: 4 registers, each two 16-bit or four 8-bit elements."""
+    """[64 a warpgroup, k] of A in registers: 4 a thread, each two 16-bit or four 8-bit elements."""
     unit, decode = _TYPES[kind]
     per = 4 // unit
     raw = np.ascontiguousarray(registers).view(np.uint8 if unit == 1 else np.uint16)
     # register (k half, row half), thread (warp, row, column), element
-    parts = decode(raw.reshape(-1)).reshape(2, 2, 4, 8, 4, per)
-    return parts.transpose(2, 1, 3, 0, 4, 5).reshape(64, 8 * per)
+    parts = decode(raw.reshape(-1)).reshape(2, 2, -1, 8, 4, per)
+    return parts.transpose(2, 1, 3, 0, 4, 5).reshape(-1, 8 * per)
 
 
 def _fragment_d(d: np.ndarray) -> np.ndarray:
-    """[n / 2, 128]: the accumulators of each thread from a product [64, n]."""
+    """[n / 2, threads]: the accumulators of each thread from a product [64 a warpgroup, n]."""
     n = d.shape[1]
-    parts = d.reshape(4, 2, 8, n // 8, 4, 2)  # warp, row half, row, n8, column pair, element
-    return np.ascontiguousarray(parts.transpose(3, 1, 5, 0, 2, 4)).reshape(n // 2, 128)
+    parts = d.reshape(-1, 2, 8, n // 8, 4, 2)  # warp, row half, row, n8, column pair, element
+    return np.ascontiguousarray(parts.transpose(3, 1, 5, 0, 2, 4)).reshape(n // 2, -1)
 
 
 def element_bytes(kind: str) -> int:
