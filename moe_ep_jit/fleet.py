@@ -103,9 +103,9 @@ class Fleet:
 
     def close(self) -> None:
         """Give the buffers back; further calls raise. Twice is fine; waits for no other rank."""
-        if self._exchange is not None:
-            self._exchange.close()
-            self._exchange = None
+        exchange, self._exchange = self._exchange, None
+        if exchange is not None:
+            exchange.close()
 
     def __enter__(self) -> Fleet:
         return self

@@ -34,10 +34,10 @@ def pair(tmp_path_factory):
     ("fmt", "tile_n", "facts"),
     [
         ("mxfp8", 8, {}),
-        ("mxfp8", 192, {"bias": True}),
-        ("mxfp8", 8, {"act": "bf16"}),
         ("nvfp4", 32, {}),
-        ("nvfp4", 8, {"act": "nvfp4"}),
+        pytest.param("mxfp8", 192, {"bias": True}, marks=pytest.mark.full),
+        pytest.param("mxfp8", 8, {"act": "bf16"}, marks=pytest.mark.full),
+        pytest.param("nvfp4", 8, {"act": "nvfp4"}, marks=pytest.mark.full),
     ],
     ids=str,
 )
@@ -161,7 +161,7 @@ def test_four_ranks_and_groups_that_do_not_meet(tmp_path):
         (2, "mxfp8", 8, {}),
         (2, "nvfp4", 8, {"act": "nvfp4"}),
         (2, "nvfp4", 32, {}),
-        (3, "mxfp8", 64, {}),
+        pytest.param(3, "mxfp8", 64, {}, marks=pytest.mark.full),
     ],
     ids=str,
 )
