@@ -164,3 +164,28 @@ def test_lanes_that_go_other_ways_come_back():
     LOOP: setp.ge.s32 %p1, %r5, %r1; @%p1 bra END; add.s32 %r5, %r5, 1; bra LOOP;
     END: mul.lo.s32 %r5, %r5, 3;"""
     assert (computed(body, np.arange(32) % 7) == np.arange(32) % 7 * 3).all()
+
+
+@pytest.mark.parametrize(
+    ("instruction", "a", "b"),
+    [
+        ("add.f32 %r7, %r5, %r6;", np.inf, -np.inf),
+        ("sub.f32 %r7, %r5, %r6;", np.inf, np.inf),
+        ("mul.f32 %r7, %r5, %r6;", np.inf, 0.0),
+        ("mul.rn.f32 %r7, %r5, %r6;", -np.nan, 1.0),
+        ("div.rn.f32 %r7, %r5, %r6;", 0.0, 0.0),
+        ("fma.rn.f32 %r7, %r5, %r6, %r5;", np.inf, 0.0),
+        ("rcp.approx.ftz.f32 %r7, %r5;", -np.nan, 0.0),
+        ("ex2.approx.ftz.f32 %r7, %r5;", -np.nan, 0.0),
+    ],
+)
+def test_a_nan_that_arithmetic_gives_is_the_positive_one(instruction, a, b):
+    """The host's own arithmetic gives negative NaNs, whose sign a kernel may look at."""
+    given = np.array([a, b], F32).view(U32).tolist()
+    out = aligned(4)
+    run(
+        f"mov.b32 %r5, {given[0]}; mov.b32 %r6, {given[1]}; {instruction}"
+        "ld.param.u64 %rd1, [p0]; st.global.b32 [%rd1], %r7;",
+        32, out,
+    )  # fmt: skip
+    assert out[0] == 0x7FFFFFFF

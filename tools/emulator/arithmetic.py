@@ -46,7 +46,8 @@ def _binary(symbol: str) -> Emitter:
         # Integers wrap alike with and without a sign.
         kind = kind_of(kind) if kind[0] == "f" else "u" + kind[1:]
         d, a, b = i.operands
-        w.destination(d, kind, f"{w.source(a, kind)} {symbol} {w.source(b, kind)}")
+        value = f"{w.source(a, kind)} {symbol} {w.source(b, kind)}"
+        w.destination(d, kind, f"fl.canonical_nan({value})" if kind == "f32" else value)
 
     return emit
 
@@ -97,7 +98,10 @@ def _divide(w: Writer, i: Instruction) -> None:
     kind = kind_of(kind)
     d, a, b = i.operands
     x, y = w.source(a, kind), w.source(b, kind)
-    w.destination(d, kind, f"{x} / {y}" if kind[0] == "f" else f"fl.divide_integers({x}, {y})")
+    if kind[0] == "f":
+        w.destination(d, kind, f"fl.canonical_nan({x} / {y})" if kind == "f32" else f"{x} / {y}")
+    else:
+        w.destination(d, kind, f"fl.divide_integers({x}, {y})")
 
 
 def _remainder(w: Writer, i: Instruction) -> None:
@@ -252,9 +256,9 @@ def _approximate(function: str) -> Emitter:
         d, a = i.operands
         value = w.source(a, "f32")
         if "ftz" in modifiers:
-            w.destination(d, "f32", f"fl.flush(fl.{function}(fl.flush({value})))")
+            w.destination(d, "f32", f"fl.canonical_nan(fl.flush(fl.{function}(fl.flush({value}))))")
         else:
-            w.destination(d, "f32", f"fl.{function}({value})")
+            w.destination(d, "f32", f"fl.canonical_nan(fl.{function}({value}))")
 
     return emit
 

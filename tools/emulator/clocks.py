@@ -10,6 +10,8 @@ Slot ``threads`` of each clock belongs to the CTA's asynchronous copies.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 _TIME_BITS, _THREAD_BITS = 30, 11
@@ -77,6 +79,8 @@ class Clock:
         self.views: dict[int, View] = {0: View(uid, zeros, zeros, {}, horizon)}
         self.view_of = np.zeros(threads, np.int64)
         self._next = 1
+        #: The last threads asked for, the number of views then, and the answer: most ask again.
+        self._asked: tuple[Any, int, list[Any]] = (None, 0, [])
         self.bases = (uid << UID_SHIFT) | np.arange(threads + 1, dtype=np.int64) << _TIME_BITS
 
     def records(self, tids: np.ndarray) -> np.ndarray:
@@ -87,7 +91,13 @@ class Clock:
         """(view, places in ``tids`` of the threads that have it)."""
         if isinstance(tids, int):
             return [(self.views[int(self.view_of[tids])], slice(None))]
-        ids = self.view_of[tids]
+        asked, number, found = self._asked
+        if asked is not tids or number != self._next:
+            found = self._groups(self.view_of[tids])
+            self._asked = tids, self._next, found
+        return found
+
+    def _groups(self, ids: np.ndarray) -> list[tuple[View, np.ndarray | slice]]:
         if len(ids) == 0:
             return []
         if np.count_nonzero(ids == ids[0]) == len(ids):

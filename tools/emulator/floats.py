@@ -149,7 +149,7 @@ def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
         rest = (product - (total - back)) + (wide - back)
         away = np.where(rest > 0, np.inf, -np.inf)
         total = np.where(at_tie & (rest != 0), np.nextafter(total, away), total)
-    return total.astype(F32)
+    return canonical_nan(total.astype(F32))
 
 
 def minimum(a: np.ndarray, b: np.ndarray) -> np.ndarray:

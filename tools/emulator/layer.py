@@ -5,7 +5,7 @@ rank, run together like this, in one process::
 
     emulators = ranks(2, seed=3)
     for rank, ws in enumerate(workspaces):
-        ws.emulator = emulators[rank]
+        ws.emulator = emulators[rank]  # before its first call
     with together(*emulators):
         for rank, ws in enumerate(workspaces):
             moe.moe_forward(x[rank], ids[rank], topk_weights[rank], weights[rank], ws)
