@@ -16,7 +16,7 @@ import torch
 
 from moe_ep_jit import formats, layout, reference
 from moe_ep_jit.formats import BlockScaled
-from moe_ep_jit.launch import SLOT, Binding, Launch, accepts, bind, x_kind_of
+from moe_ep_jit.launch import SLOT, Binding, Launch, accepts, bind, warmup, x_kind_of
 from moe_ep_jit.problem import Problem, check, check_problem
 from moe_ep_jit.transport import Route
 from moe_ep_jit.weights import PreparedWeights, check_prepared
@@ -266,7 +266,11 @@ def _enter(weights: PreparedWeights, ws: Workspace) -> Binding:
             "finish it with combine, or drop it with ws.reset()"
         )
     check_prepared(weights)
-    return bind(ws, weights)
+    binding = bind(ws, weights)
+    if not binding.is_warm:
+        # Every rank comes here in its first call: nobody's kernels wait for one that compiles.
+        warmup(ws, weights, x_kinds=("bf16", binding.problem.act))
+    return binding
 
 
 def _round(stage: str, ws: Workspace, weights: PreparedWeights) -> Round:

@@ -19,7 +19,7 @@ from rich.logging import RichHandler
 from rich.markup import escape
 from rich.table import Table
 
-from moe_ep_jit.problem import ACTS, ARCHES, FORMATS, check
+from moe_ep_jit.problem import ACTS, ARCHES, FORMATS, TRANSPORTS, check
 
 _PIPE_WIDTH = 200
 _MIB = 2**20
@@ -158,13 +158,16 @@ def _add_precompile(commands: Any) -> None:
         help=f"to compile for; more than one may be given; default: {arch}",
     )
     _presets(precompile)
-    precompile.add_argument(
-        "--ranks", type=_positive, help="for calls of so many ranks; default: one rank's own layer"
-    )
+    _ranks(precompile, "for calls of so many ranks; default: one rank's own layer")
     precompile.add_argument(
         "--jobs", type=_positive, default=None, help="processes; default: what CPU and memory allow"
     )
     _json(precompile)
+
+
+def _ranks(command: argparse.ArgumentParser, what: str) -> None:
+    command.add_argument("--ranks", type=_positive, help=what)
+    command.add_argument("--transport", choices=TRANSPORTS, default="collective", help="of ranks")
 
 
 def _precompile(args: argparse.Namespace, console: Console) -> int:
@@ -177,7 +180,8 @@ def _precompile(args: argparse.Namespace, console: Console) -> int:
         for arch in dict.fromkeys(args.arch or [next(iter(ARCHES))])
         for preset in presets.load(args.preset)
         for fmt in _formats(args)
-        for job in presets.jobs(preset.problem(fmt, args.act, ranks=args.ranks), arch)
+        for problem in (preset.problem(fmt, args.act, ranks=args.ranks),)
+        for job in presets.jobs(problem, arch, transport=args.transport)
     ]
     columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     notes = Console(stderr=True)
@@ -359,9 +363,7 @@ def _cache_unpack(args: argparse.Namespace, console: Console) -> int:
 def _add_plan(commands: Any) -> None:
     plan = _command(commands, "plan", _plan, "a rank's memory by region, and predicted times")
     _presets(plan)
-    plan.add_argument(
-        "--ranks", type=_positive, help="that share the experts; default: the preset's own"
-    )
+    _ranks(plan, "that share the experts; default: the preset's own")
     plan.add_argument("--tokens", type=_positive, help="of a call, at most; default: the preset's")
     plan.add_argument(
         "--max-recv-rows", type=_positive, help="bound on received rows; default: the worst case"
@@ -378,7 +380,7 @@ def _plan(args: argparse.Namespace, console: Console) -> int:
             ranks = args.ranks or preset.ranks
             problem = preset.problem(fmt, args.act, args.tokens, ranks)
             problem = problem.with_(max_recv_rows=args.max_recv_rows)
-            plans.append(plan.make(preset.name, problem))
+            plans.append(plan.make(preset.name, problem, args.transport))
     plan.show(plans, console, args.json)
     return 0
 

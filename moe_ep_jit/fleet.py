@@ -10,8 +10,17 @@ import torch
 from moe_ep_jit import reference, variants
 from moe_ep_jit.formats import BlockScaled
 from moe_ep_jit.problem import Problem, check, check_problem
+from moe_ep_jit.symmetric_exchange import SymmetricExchange
 from moe_ep_jit.topology import Topology, agree, checked_map, map_facts
-from moe_ep_jit.transport import TIMEOUT, Exchange, Peers, Route, check_transport, group_size
+from moe_ep_jit.transport import (
+    TIMEOUT,
+    Exchange,
+    Peers,
+    Route,
+    check_may_move,
+    check_transport,
+    group_size,
+)
 
 _IDS = (torch.int32, torch.int64)
 
@@ -23,6 +32,7 @@ def create_fleet(
     *,
     device: torch.device | str | None = None,
     timeout: float = TIMEOUT,
+    backend: str = "auto",
 ) -> Fleet:
     """The ranks of ``group`` as one fleet; every rank calls this, and everything else, together.
 
@@ -30,9 +40,11 @@ def create_fleet(
                max_recv_rows and the payload (``wire``, by default ``act``, which for "auto" is the
                format's own; format "auto" sends bf16) matter
     group      a torch.distributed group of ``num_ranks``; None: the default group
-    transport  "collective": torch.distributed; this version has no other
+    transport  "collective": torch.distributed; "symm": kernels over symmetric memory, in one NVLink
+               domain
     device     where the tensors are; None: the current CUDA device where there is one, else the CPU
     timeout    seconds that a rank waits for the others in one phase; 0: the group's own timeout
+    backend    of "symm": as ``Workspace`` takes it ("emulator" for CPU tensors)
     ValueError, TypeError: a caller's mistake, on every rank where problems differ. RuntimeError: a
     rank that does not come, or no such device.
     """
@@ -44,7 +56,11 @@ def create_fleet(
         else:
             problem = variants.choose_variant(problem, None).problem
     device = variants.usable_device(device)
-    return Fleet(problem, Exchange([problem], group, device, timeout), timeout)
+    if transport == "symm" and problem.num_ranks > 1:
+        exchange = SymmetricExchange(problem, group, device, timeout, backend)
+    else:
+        exchange = Exchange([problem], group, device, timeout)
+    return Fleet(problem, exchange, transport, timeout)
 
 
 class Fleet:
@@ -55,12 +71,14 @@ class Fleet:
     topology  which expert each place holds, and the rows that handles have sent to each (``load``)
     """
 
-    def __init__(self, problem: Problem, exchange: Exchange, timeout: float) -> None:
+    def __init__(
+        self, problem: Problem, exchange: Exchange, transport: str, timeout: float
+    ) -> None:
         self.problem = problem
         self.device = exchange.device
         self.rank = exchange.peers.rank
         self.topology = Topology(problem.num_experts, self.device)
-        self._timeout = timeout
+        self._transport, self._timeout = transport, timeout
         self._generation = 0  # of the topology; handles of an older one are void
         self._exchange: Exchange | None = exchange
 
@@ -115,8 +133,9 @@ class Fleet:
         physical_to_logical  integers, the same on every rank: a logical expert may have several
                              places (redundant experts), and each has one. topk_ids then name
                              logical experts. None: place e holds expert e
-        group                None: the present one. With another the places are spread over as many
-                             ranks as it has, and there may be more or fewer of them
+        group                None: the present one, and the only one with transport "symm". With
+                             another the places are spread over as many ranks as it has, and there
+                             may be more or fewer of them
 
         Every rank (of the new group, those of the old need not) calls it; moving the experts is the
         caller's. Handles made before are void. The load counters start anew. All or nothing: where
@@ -124,6 +143,7 @@ class Fleet:
         TypeError for a caller's mistake; RuntimeError for a rank that does not come.
         """
         old = self._open()
+        check_may_move(group is None, self._transport)
         problem, peers, fresh, held, error = self.problem, old.peers, None, None, None
         if group is not None:
             peers = Peers(group, group_size(group), self.device, self._timeout)
@@ -158,9 +178,9 @@ class Fleet:
 
     def close(self) -> None:
         """Give the buffers back; further calls raise. Twice is fine; waits for no other rank."""
-        if self._exchange is not None:
-            self._exchange.close()
-            self._exchange = None
+        exchange, self._exchange = self._exchange, None
+        if exchange is not None:
+            exchange.close()
 
     def __enter__(self) -> Fleet:
         return self
@@ -189,7 +209,8 @@ class Handle:
     """One routing, agreed by all ranks; ``dispatch`` and ``combine`` may be called repeatedly.
 
     num_rows         rows that this rank receives, one per (token, k) of any rank
-    expert_ids       int32 [num_rows]: local expert of each, ordered by source rank, then expert
+    expert_ids       int32 [num_rows]: local expert of each, ordered by source rank, then expert;
+                     over symmetric memory by expert, then source rank
     rows_per_expert  rows of each local expert
     """
 

@@ -69,6 +69,7 @@ class Binding:
     max_tokens  the most rows of x that the workspace holds
     outputs     its output buffers as bf16 [problem.max_tokens, hidden]
     local       with several ranks: the weights as ``ws.local`` takes them, else None
+    is_warm     transport="symm": whether all ranks have warmed up for these weights
     """
 
     def __init__(self, ws: Workspace, weights: PreparedWeights) -> None:
@@ -79,6 +80,7 @@ class Binding:
         if self.problem.num_ranks == 1:  # else only the counts of all ranks tell
             self.max_tokens = min(self.max_tokens, self.problem.recv_rows // self.problem.top_k)
         self.local = None if ws.local is None else weights.local
+        self.is_warm = ws.peers is None or ws.is_warm
         key, bindings = id(weights), ws.bindings
         # Weights that go take their binding along: no pointer to freed memory is left behind.
         self.weights = weakref.ref(weights, lambda _: bindings.pop(key, None))
@@ -114,7 +116,7 @@ class Binding:
         launch = self._launches.get((x_kind, config))
         if launch is None:
             function = _function(ws, self.problem, weights.kind, x_kind, config)
-            args = _bound_args(ws, self.problem, weights)
+            args = bound_args(ws, self.problem, weights)
             if ws.emulator is not None:
                 launch = ws.emulator.bind(ws, weights, self.problem, function, args)
             else:
@@ -192,10 +194,23 @@ def warmup(
     if ws.local is not None:
         _warmup_ranks(ws, weights, configs)
         return
+    if ws.peers is not None:
+        _warmup_peers(ws, weights, x_kinds, configs)
+        return
     if ws.arch is None:
         if weights is not None:
             bind(ws, weights)
         return
+    _warmup_kernels(ws, weights, x_kinds, configs)
+
+
+def _warmup_kernels(
+    ws: Workspace,
+    weights: PreparedWeights | None,
+    x_kinds: tuple[str, ...],
+    configs: Iterable[Any] | None,
+) -> None:
+    """Load or compile every object that calls can need on this process's own device."""
     if weights is not None:
         wanted = [(bind(ws, weights).problem, weights.kind, weights.operand)]
     else:
@@ -222,6 +237,38 @@ def warmup(
         for _, _, x_kind, config in rungs:
             bind(ws, weights).rung(ws, weights, x_kind, config)
     logger.info("warm-up: %d objects ready in %.2f s", len(rungs), time.perf_counter() - start)
+
+
+def _warmup_peers(
+    ws: Workspace,
+    weights: PreparedWeights | None,
+    x_kinds: tuple[str, ...],
+    configs: Iterable[Any] | None,
+) -> None:
+    """Warm up, then wait for the other ranks, however long one compiles: from then on kernels wait
+    for each other, and not for ever. What one rank cannot load, or has otherwise, is an error on
+    all.
+    """
+    configs = None if configs is None else tuple(configs)
+    failure = None
+    try:
+        _warmup_kernels(ws, weights, x_kinds, configs)
+    except (RuntimeError, TypeError, ValueError) as error:
+        failure = error
+    said = {"_failure": "" if failure is None else str(failure)}
+    if weights is not None:
+        said |= {"weights' operand": weights.operand, "format": weights.problem.format}
+    said["configs"] = str(configs)
+    told = ws.peers.compare(said, "warm-up", timeout=0)
+    if failure is not None:
+        raise failure
+    others = [f"rank {r}: {t['_failure']}" for r, t in enumerate(told) if t["_failure"]]
+    if others:
+        raise RuntimeError(f"warm-up failed on {'; '.join(others)}")
+    if weights is None:
+        ws.is_warm = True
+    else:
+        bind(ws, weights).is_warm = True
 
 
 def _warmup_ranks(
@@ -324,7 +371,7 @@ def _check_not_capturing(ws: Workspace) -> None:
         )
 
 
-def _bound_args(ws: Workspace, problem: Problem, weights: PreparedWeights) -> list[Any]:
+def bound_args(ws: Workspace, problem: Problem, weights: PreparedWeights) -> list[Any]:
     """The launch arguments with everything in place that no call changes; absent pointers are 0."""
     activation = problem.activation
     values: dict[str, Any] = dict.fromkeys(layout.LAUNCH_ARGS, 0)

@@ -24,7 +24,7 @@ class MoELayer(nn.Module):
     w13, w2    as ``prepare_weights`` takes them; further keywords go there too
     workspace  shared with other layers (it must list this layer's problem), or None: the layer
                takes its own and gives it back in ``close``
-    group      with several ranks, for a workspace of its own: as ``Workspace`` takes it
+    group, transport  with several ranks, for a workspace of its own: as ``Workspace`` takes them
 
     Weights are prepared tensors and no parameters: they are in no state_dict, and ``.to()`` leaves
     them where they are (``save_prepared``, ``load_prepared`` and ``update_weights`` serve them).
@@ -38,6 +38,7 @@ class MoELayer(nn.Module):
         *,
         workspace: Workspace | None = None,
         group: object | None = None,
+        transport: str = "collective",
         **prepare: Any,
     ) -> None:
         super().__init__()
@@ -48,7 +49,7 @@ class MoELayer(nn.Module):
                 f"{name}: expected a tensor that requires no grad (the layer is inference only), "
                 f"got one that does; pass {name}.detach()",
             )
-        self._adopt(prepare_weights(w13, w2, problem, **prepare), workspace, group)
+        self._adopt(prepare_weights(w13, w2, problem, **prepare), workspace, group, transport)
 
     @classmethod
     def from_prepared(
@@ -57,6 +58,7 @@ class MoELayer(nn.Module):
         *,
         workspace: Workspace | None = None,
         group: object | None = None,
+        transport: str = "collective",
     ) -> MoELayer:
         """A layer around weights that are prepared (or loaded) already.
 
@@ -65,11 +67,15 @@ class MoELayer(nn.Module):
         check_prepared(weights)
         layer = cls.__new__(cls)
         nn.Module.__init__(layer)
-        layer._adopt(weights, workspace, group)
+        layer._adopt(weights, workspace, group, transport)
         return layer
 
     def _adopt(
-        self, weights: PreparedWeights, workspace: Workspace | None, group: object | None
+        self,
+        weights: PreparedWeights,
+        workspace: Workspace | None,
+        group: object | None,
+        transport: str,
     ) -> None:
         self.weights = weights
         self.owns_workspace = workspace is None
@@ -81,6 +87,7 @@ class MoELayer(nn.Module):
                 device=weights.device,
                 backend=backend,
                 operand=weights.operand,
+                transport=transport,
             )
         else:
             check(

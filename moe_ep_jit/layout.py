@@ -32,17 +32,44 @@ SF_BLOCK = 32
 #: K elements that four block scales serve, for the operands whose blocks the MMA scales itself.
 SF_ATOM_K = {"mxfp8": 128, "nvfp4": 64}
 
-#: Words of the ``control`` region.
+#: Words of the ``control`` region; with several ranks ``exchange_parts`` come behind them.
 CONTROL_WORDS = 16
 CONTROL_ROUTE_TICKET = 0  # CTAs of the route kernel that have finished
 CONTROL_COMBINE_TICKET = 1  # CTAs of the combine kernel that have finished
 CONTROL_IN_FLIGHT = 2  # 1 from a call's route to its combine
 CONTROL_SATURATED = 3  # NVFP4 blocks of the intermediate whose scale saturated, since construction
+# With several ranks over symmetric memory.
+CONTROL_EPOCH = 4  # rounds that route has begun
+CONTROL_FAILED = 5  # 1: a wait timed out, or the ranks do not agree; nothing is posted any more
+CONTROL_RANK = 6
+CONTROL_TIMEOUT = 8  # int64: nanoseconds that a wait may last
+CONTROL_ERROR = 10  # int64: address of the error record
 
-#: Words of the pinned host error record.
-ERROR_WORDS = 4
+#: The most experts of all ranks over symmetric memory: what a rank's post of counts has room for.
+EXCHANGE_EXPERTS = 1024
+
+#: Words that a rank posts in front of its counts.
+HEADER_WORDS = 4
+HEADER_SIGNATURE = 0  # of the layer's facts
+HEADER_RECV_ROWS = 1
+HEADER_TILE_N = 2  # of its rung: says where block scales go
+
+#: Words of the pinned host error record; those behind the code are what a wait expected.
+ERROR_WORDS = 8
 ERROR_CODE = 0
+ERROR_RANK = 1
+ERROR_PEER = 2
+ERROR_PHASE = 3  # PHASES
+ERROR_FLAG = 4  # word of ``control``
+ERROR_EXPECTED = 5
+ERROR_SEEN = 6
 ERROR_TWO_STREAMS = 1  # a second call started before the first had finished
+ERROR_TIMEOUT = 2  # a wait for a peer
+ERROR_OVERFLOW = 3  # peer would receive "seen" rows, more than "expected"
+ERROR_DIFFERENT = 4  # peer calls another layer
+
+#: What a rank waits for, by ``ERROR_PHASE``.
+PHASES = ("count exchange", "dispatch", "combine")
 
 #: Bits of the ``stages`` launch argument.
 STAGE_DISPATCH = 1
@@ -121,6 +148,53 @@ def sf_atoms(k: int, operand: str) -> int:
     return ceil_div(k, SF_ATOM_K[operand])
 
 
+def exchange_parts(num_ranks: int) -> dict[str, tuple[int, int]]:
+    """What ranks over symmetric memory tell each other: name -> (first word of ``control``, words).
+
+    The same whatever the layer, since a rank posts while another still reads the post before: for
+    another layer, of those that share the workspace.
+    """
+    words = {
+        "deltas": 2 * num_ranks,  # int64 a rank: from an address here to the same place there
+        "count_flags": num_ranks,  # by source: the epoch whose counts it has posted
+        "done_flags": num_ranks,  # by source: the epoch whose rows it has sent back
+        "expects": num_ranks,  # by rank: rows of this round that come back from it
+        "headers": 2 * num_ranks * HEADER_WORDS,  # by the epoch's parity, by source
+        "counts": 2 * num_ranks * EXCHANGE_EXPERTS,  # likewise: rows for each expert
+        "arrived": EXCHANGE_EXPERTS,  # by local expert, by source: rows that have come
+        "expected": EXCHANGE_EXPERTS,  # likewise: rows that are to come
+        # Of an expert where it is: rows of the ranks before this one, first row, first n-tile.
+        "rows_before": EXCHANGE_EXPERTS,
+        "first_row": EXCHANGE_EXPERTS,
+        "first_tile": EXCHANGE_EXPERTS,
+    }
+    parts, first = {}, CONTROL_WORDS
+    for name, count in words.items():
+        parts[name] = (first, count)
+        first += count
+    return parts
+
+
+def flag_name(word: int, num_ranks: int) -> str:
+    """A word of ``control`` as its part and its place there."""
+    for name, (first, count) in exchange_parts(num_ranks).items():
+        if first <= word < first + count:
+            return f"{name}[{word - first}]"
+    return f"control[{word}]"
+
+
+def control_words(num_ranks: int) -> int:
+    """Words of ``control``."""
+    if num_ranks == 1:
+        return CONTROL_WORDS
+    return sum(list(exchange_parts(num_ranks).values())[-1])
+
+
+def slot_bits(num_ranks: int) -> int:
+    """Bits of a ``row_slot`` that are the slot; the rank whose slot it is comes above them."""
+    return 31 - (num_ranks - 1).bit_length()
+
+
 def regions(problem: Problem, operand: str) -> dict[str, Region]:
     """All regions of one rank's workspace but the output, by name, in launch-argument order.
 
@@ -138,7 +212,7 @@ def regions(problem: Problem, operand: str) -> dict[str, Region]:
         return (sf_lines(rows, experts, sf_atoms(k, operand)), 128), "u8"
 
     shapes = {
-        "control": ((CONTROL_WORDS,), "i32"),
+        "control": ((control_words(problem.num_ranks),), "i32"),
         # rows of each expert in a chunk; in the end, in the chunks before it
         "chunk_counts": ((ceil_div(slots, ROUTE_CHUNK), problem.num_experts), "i32"),
         # place among its chunk's slots of the same expert; -1: skipped
@@ -147,7 +221,7 @@ def regions(problem: Problem, operand: str) -> dict[str, Region]:
         "expert_info": ((experts, 4), "i32"),
         # number of n-tiles, then the expert of each
         "tiles": ((1 + ceil_div(rows, MIN_TILE_N) + experts,), "i32"),
-        "row_slot": ((rows,), "i32"),  # token * top_k + k
+        "row_slot": ((rows,), "i32"),  # token * top_k + k; above ``slot_bits`` its rank
         "recv_x": ((rows, problem.hidden // packing), token),
         "recv_sf": ((rows,), "f32"),  # scale of a row of recv_x, after folding of h
         "recv_block_sf": block_scales(problem.hidden),
@@ -165,6 +239,10 @@ def regions(problem: Problem, operand: str) -> dict[str, Region]:
         out[name] = Region(name, offset, shape, dtype)
         offset = round_up(offset + out[name].nbytes, REGION_ALIGN)
     return out
+
+
+#: Regions that other ranks write to, over symmetric memory.
+PEER_WRITTEN = ("control", "row_slot", "recv_x", "recv_sf", "recv_block_sf", "y")
 
 
 def wire_parts(hidden: int, payload: str) -> dict[str, int]:

@@ -18,6 +18,8 @@ WIRES = ("bf16", "mxfp8", "nvfp4")
 
 #: What may cross it on the way back.
 COMBINE_WIRES = ("bf16", "mxfp8")
+#: What carries it: torch.distributed, or kernels over symmetric memory.
+TRANSPORTS = ("collective", "symm")
 
 MAX_TOP_K = 32
 MAX_LOCAL_EXPERTS = 512

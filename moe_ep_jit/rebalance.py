@@ -61,7 +61,8 @@ def update_topology(
         }
     except Exception as failure:  # whatever it is, the others wait for this rank's word
         error = failure
-    agree(None if ws.exchange is None else ws.exchange.peers, facts, error)
+    peers = ws.peers if ws.exchange is None else ws.exchange.peers
+    agree(peers, facts, error)
     if write is not None:
         write()
     weights.topology.place(held)

@@ -18,13 +18,13 @@ import torch
 
 from moe_ep_jit import formats, layout, reference
 from moe_ep_jit.formats import BlockScaled
-from moe_ep_jit.problem import ACTS, FORMATS, WIRES, Problem, check
+from moe_ep_jit.problem import ACTS, FORMATS, TRANSPORTS, WIRES, Problem, check
 
 #: Seconds that a rank waits for the others in one phase, unless told otherwise.
 TIMEOUT = 60.0
 
 #: Where all ranks meet, by what messages and errors call it.
-_PHASES = ("comparing problems", "warm-up", "count exchange", "update_topology")
+_PHASES = ("comparing problems", "warm-up", "count exchange", "update_topology", "reset")
 
 #: What a rank posts in front of its counts.
 _POST = ("layer (of those that share the buffers)", "format", "act", "payload")
@@ -45,9 +45,9 @@ _AGAIN = (
 def check_transport(transport: object) -> None:
     """ValueError unless this version has ``transport``."""
     check(
-        transport == "collective",
-        f'transport: expected "collective" (torch.distributed; the only one of this version), got '
-        f"{transport!r}; leave it out",
+        transport in TRANSPORTS,
+        f'transport: expected "collective" (torch.distributed) or "symm" (kernels over symmetric '
+        f"memory, one NVLink domain), got {transport!r}",
     )
 
 
@@ -164,28 +164,40 @@ class Peers:
         ]
         self._finish(starts, phase, self.timeout)
 
-    def compare(self, facts: dict[str, Any]) -> None:
-        """ValueError on every rank where ``facts``, JSON-able, differ, naming the fields."""
-        told = self.tell(facts, "comparing problems")
-        self.check_same(told, "pass the same Problem on every rank")
+    def compare(
+        self,
+        facts: dict[str, Any],
+        phase: str = "comparing problems",
+        timeout: float | None = None,
+    ) -> list[dict[str, Any]]:
+        """ValueError on every rank where ``facts``, JSON-able, differ, naming the fields.
 
-    def tell(self, facts: dict[str, Any], phase: str) -> list[dict[str, Any]]:
+        What begins with "_" may differ. Returns every rank's.
+        """
+        told = self.tell(facts, phase, timeout)
+        self.check_same(told, "pass the same Problem on every rank")
+        return told
+
+    def tell(
+        self, facts: dict[str, Any], phase: str, timeout: float | None = None
+    ) -> list[dict[str, Any]]:
         """``facts``, JSON-able and of any length, to all ranks -> those of every rank."""
         text = json.dumps(facts).encode()
         text += b" " * (-len(text) % 4)
         words = torch.frombuffer(bytearray(text), dtype=torch.int32)
         room = self.words - 1
         length = torch.tensor([len(words)], dtype=torch.int32, device=self.device)
-        longest = int(self.swap(length, phase).max())
+        longest = int(self.swap(length, phase, timeout).max())
         padded = words.new_full((layout.round_up(longest, room),), _SPACES)
         padded[: len(words)] = words
-        pieces = [self.swap(part.to(self.device), phase) for part in padded.split(room)]
+        pieces = [self.swap(part.to(self.device), phase, timeout) for part in padded.split(room)]
         return [json.loads(row.numpy().tobytes()) for row in torch.cat(pieces, 1)]
 
     def check_same(self, told: list[dict[str, Any]], fix: str) -> None:
         """ValueError naming the facts in which the ranks differ, with what to do."""
         different = []
-        for name in dict.fromkeys(name for theirs in told for name in theirs):
+        names = (name for theirs in told for name in theirs if not name.startswith("_"))
+        for name in dict.fromkeys(names):
             ranks: dict[str, list[int]] = {}
             for rank, theirs in enumerate(told):
                 ranks.setdefault(repr(theirs.get(name)), []).append(rank)
@@ -253,6 +265,7 @@ class Route:
     valid         bool [live, top_k]: whether the id is an expert's
     expert_ids    int32 [rows received, 1]: the local expert of each, by source rank, then expert
     send_rows, recv_rows  rows to and from each rank
+    topk_ids      over symmetric memory: those of the live rows, for the kernels
     """
 
     problem: Problem
@@ -265,6 +278,7 @@ class Route:
     rows_per_expert: list[int]
     send_rows: list[int]
     recv_rows: list[int]
+    topk_ids: torch.Tensor | None = None
 
 
 class Exchange:
@@ -285,7 +299,7 @@ class Exchange:
         self.problems = tuple(problems)
         self.device = device
         self.peers = Peers(group, problems[0].num_ranks, device, timeout)
-        self.peers.compare(_facts(self.problems))
+        self.peers.compare(layer_facts(self.problems))
         self.peers.words = message_words(self.problems)
         need = max(map(layout.exchange_bytes, self.problems))
         try:
@@ -353,11 +367,11 @@ class Exchange:
         token = route.slots // problem.top_k
         sent = self._arrays("send_rows", problem, payload, len(token))
         received = self._arrays("recv_rows", problem, payload, sum(route.recv_rows))
-        for array, out in zip(_bytes_of(x, route.live), sent, strict=True):
+        for array, out in zip(bytes_of(x, route.live), sent, strict=True):
             torch.index_select(array, 0, token, out=out)
         pairs = zip(received, sent, strict=True)
         self.peers.all_to_all(pairs, route.recv_rows, route.send_rows, "dispatch")
-        return _operand(payload, received)
+        return operand_from(payload, received)
 
     def combine(
         self, route: Route, y: torch.Tensor, topk_weights: torch.Tensor | None, out: torch.Tensor
@@ -369,7 +383,7 @@ class Exchange:
         """
         problem, wire = route.problem, route.problem.combine_wire
         returned = self._arrays("returned", problem, wire, problem.max_tokens * problem.top_k)
-        sent = _bytes_of(y if wire == "bf16" else formats.quantize(y, wire), len(y))
+        sent = bytes_of(y if wire == "bf16" else formats.quantize(y, wire), len(y))
         received = [array[: len(route.slots)] for array in returned]
         pairs = zip(received, sent, strict=True)
         self.peers.all_to_all(pairs, route.send_rows, route.recv_rows, "combine")
@@ -378,7 +392,7 @@ class Exchange:
         else:
             scales = topk_weights[: route.live].float()
         rows = (
-            _values(_operand(wire, [a.index_select(0, route.row_of[:, k]) for a in returned]))
+            _values(operand_from(wire, [a.index_select(0, route.row_of[:, k]) for a in returned]))
             for k in range(problem.top_k)
         )
         out[: route.live] = reference.weighted_sum(rows, route.valid, scales).to(out.dtype)
@@ -440,7 +454,7 @@ def message_words(problems: Sequence[Problem]) -> int:
     return max(_MESSAGE_WORDS, 1 + len(_POST) + max(p.num_experts for p in problems))
 
 
-def _facts(problems: Sequence[Problem]) -> dict[str, Any]:
+def layer_facts(problems: Sequence[Problem]) -> dict[str, Any]:
     """What must be alike on every rank, by the name that a message gives it."""
     facts: dict[str, Any] = {"number of problems": len(problems)}
     for index, problem in enumerate(problems):
@@ -458,6 +472,16 @@ def _same_layer(held: Problem, problem: Problem) -> bool:
     """Whether ``problem`` is ``held``, perhaps with format and act resolved."""
     names = (f.name for f in fields(Problem) if f.name not in ("format", "act"))
     return all(getattr(held, name) == getattr(problem, name) for name in names)
+
+
+def check_may_move(stays: bool, transport: str) -> None:
+    """ValueError for another group where the memory belongs to the one at construction."""
+    check(
+        stays or transport == "collective",
+        'update_topology: expected transport="collective" for another group (symmetric memory '
+        f"belongs to the group that it was made in), got {transport!r}; close this and build anew "
+        "with the other group",
+    )
 
 
 def group_size(group: object | None) -> int:
@@ -505,7 +529,7 @@ def check_group(group: object | None, num_ranks: int) -> Any:
     return None if num_ranks == 1 else group
 
 
-def _bytes_of(x: torch.Tensor | BlockScaled, live: int) -> list[torch.Tensor]:
+def bytes_of(x: torch.Tensor | BlockScaled, live: int) -> list[torch.Tensor]:
     """The first ``live`` rows of x as uint8 [live, width], one for each of ``wire_parts``."""
     if isinstance(x, torch.Tensor):
         return [x[:live].view(torch.uint8)]
@@ -516,8 +540,8 @@ def _bytes_of(x: torch.Tensor | BlockScaled, live: int) -> list[torch.Tensor]:
     return arrays
 
 
-def _operand(payload: str, arrays: list[torch.Tensor]) -> torch.Tensor | BlockScaled:
-    """What arrived as x of a layer: the inverse of ``_bytes_of``, a view."""
+def operand_from(payload: str, arrays: list[torch.Tensor]) -> torch.Tensor | BlockScaled:
+    """What arrived as x of a layer: the inverse of ``bytes_of``, a view."""
     if payload == "bf16":
         return arrays[0].view(torch.bfloat16)
     if payload == "mxfp8":

@@ -13,12 +13,15 @@ import torch
 
 from moe_ep_jit import layout, variants
 from moe_ep_jit.problem import Problem, check, check_problem
+from moe_ep_jit.record import explain
+from moe_ep_jit.symmetric import Symmetric, check_problems, host_peers, meet
 from moe_ep_jit.topology import agree
 from moe_ep_jit.transport import (
     TIMEOUT,
     Exchange,
     Peers,
     check_group,
+    check_may_move,
     check_transport,
     group_size,
 )
@@ -43,12 +46,6 @@ IN_ROUND = (
     "with ws.reset()"
 )
 
-_TWO_STREAMS = (
-    "a call on this workspace started before the one before it had finished, so both results are "
-    "lost: a workspace serves one stream at a time. Use one Workspace a stream (two-batch overlap "
-    "takes two), or order the streams with events. The workspace is usable again"
-)
-
 
 class Workspace:
     """All memory that ``moe_forward`` uses, for one layer or for several that share it.
@@ -63,12 +60,14 @@ class Workspace:
               None: what ``MOE_EP_JIT_DEBUG`` says (empty, 0, no, false and off mean off)
     operand   "e4m3" or "bf16", where weights turned out to need another than the problem's own
               (``weights.operand``); None: ``variants.operand_of(problem, arch)``
-    transport "collective": over torch.distributed; this version has no other
+    transport what several ranks exchange rows over. "collective": torch.distributed; "symm": the
+              kernels write them to each other's memory, in one NVLink domain
     timeout   seconds that a rank waits for the others in one phase of a call; 0: as long as the
-              group's own timeout
+              group's own timeout (collective), for ever (symm)
 
-    With several ranks every call is a call of all ranks, with 0 tokens too, in one order; ``local``
-    is the one-rank workspace of the rank's own experts, whose tokens are the rows that arrive.
+    With several ranks every call is a call of all ranks, with 0 tokens too, in one order. Where the
+    transport is collective, ``local`` is the one-rank workspace of the rank's own experts, whose
+    tokens are the rows that arrive.
 
     A workspace serves one stream at a time. A result that is a view of ``output`` dies with the
     next call of any layer that shares the workspace; its memory stays valid as long as the view.
@@ -114,7 +113,18 @@ class Workspace:
         #: transport.Exchange and the experts' own Workspace, with several ranks.
         self.exchange: Exchange | None = None
         self.local: Workspace | None = None
-        if self.problems[0].num_ranks > 1:
+        #: transport.Peers for meetings on the host, and the memory, with transport="symm".
+        self.peers: Peers | None = None
+        self.symmetric: Symmetric | None = None
+        #: Whether all ranks have warmed up for any weights.
+        self.is_warm = False
+        self._timeout = timeout
+        if self.problems[0].num_ranks > 1 and transport == "symm":
+            check_problems(self.problems)
+            self.peers = host_peers(group, self.problems[0].num_ranks, device, timeout)
+            operands = [_operand(p, operand, self.arch) for p in self.problems]
+            meet(self.problems, operands, self.peers, device, self.arch)
+        elif self.problems[0].num_ranks > 1:
             self.exchange = Exchange(self.problems, group, device, timeout)
             own = [p.local for p in self.problems]
             self.local = Workspace(
@@ -147,11 +157,15 @@ class Workspace:
                 torch.empty(elements, dtype=torch.bfloat16, device=self.device)
                 for _ in range(2 if self.debug else 1)
             ]
-            raw = torch.empty(
-                self.nbytes_regions + (layout.REGION_ALIGN if self.nbytes_regions else 0),
-                dtype=torch.uint8,
-                device=self.device,
-            )
+            if self.peers is not None:
+                self.symmetric = Symmetric(self.nbytes_regions, self.peers, self.device)
+                raw = self.symmetric.tensor
+            else:
+                raw = torch.empty(
+                    self.nbytes_regions + (layout.REGION_ALIGN if self.nbytes_regions else 0),
+                    dtype=torch.uint8,
+                    device=self.device,
+                )
         except torch.OutOfMemoryError as error:
             need = self.nbytes_regions + elements * _BF16_BYTES * (2 if self.debug else 1)
             raise torch.OutOfMemoryError(
@@ -168,8 +182,13 @@ class Workspace:
         self._error = (ctypes.c_int32 * layout.ERROR_WORDS).from_address(self._record.data_ptr())
         if self.arch is not None:
             self._control().zero_()
+            if self.peers is not None:
+                record = self._record.data_ptr()
+                self.symmetric.introduce(self._control(), self.peers, record, self._timeout)
             if self.on_gpu:
                 torch.cuda.current_stream(self.device).synchronize()
+            if self.peers is not None:
+                self.peers.compare({})  # nobody writes to a rank before its words are zero
 
     @staticmethod
     def bytes_needed(
@@ -177,20 +196,23 @@ class Workspace:
         operand: str | None = None,
         debug: bool = False,
         arch: str | None = None,
+        transport: str = "collective",
     ) -> int:
         """Bytes of device memory that a workspace for ``problem`` takes, its output included.
 
         Known before anything is allocated and independent of how many layers share the workspace.
         arch  exact arch whose kernels will run; None: Hopper's
         """
+        check_transport(transport)
         problems = _problems(problem)
         output = max(p.max_tokens * p.hidden for p in problems) * _BF16_BYTES
         output *= 2 if debug else 1
-        if problems[0].num_ranks > 1:
+        several = problems[0].num_ranks > 1
+        if several and transport == "collective":
             own = Workspace.bytes_needed([p.local for p in problems], operand, arch=arch)
             return own + max(map(layout.exchange_bytes, problems)) + output
         regions = max(layout.workspace_bytes(p, _operand(p, operand, arch)) for p in problems)
-        return regions + layout.REGION_ALIGN + output
+        return regions + output + (0 if several else layout.REGION_ALIGN)
 
     @property
     def closed(self) -> bool:
@@ -247,7 +269,8 @@ class Workspace:
         return self._control()
 
     def _control(self) -> torch.Tensor:
-        return self._regions[: layout.CONTROL_WORDS * 4].view(torch.int32)
+        words = layout.control_words(1 if self.peers is None else self.peers.size)
+        return self._regions[: words * 4].view(torch.int32)
 
     def problem_of(self, weights: PreparedWeights) -> Problem:
         """The workspace's problem that ``weights`` were prepared for, with format and act resolved.
@@ -278,13 +301,14 @@ class Workspace:
             f"{', '.join(grads)} that do; prepare them from detached tensors",
         )
         problem = self.problem_of(weights)
-        if self.local is not None:
-            rank = self.exchange.peers.rank
+        peers = self.peers if self.exchange is None else self.exchange.peers
+        if peers is not None:
             check(
-                weights.rank == rank,
-                f"weights: expected those of this rank's experts, rank {rank}, got rank "
+                weights.rank == peers.rank,
+                f"weights: expected those of this rank's experts, rank {peers.rank}, got rank "
                 f"{weights.rank}; pass rank= to prepare_weights",
             )
+        if self.local is not None:
             self.local.check_weights(weights.local)
         if self.arch is None:
             return
@@ -359,11 +383,13 @@ class Workspace:
                  construction
         Everything is taken anew before the present memory is given back, so both must fit;
         addresses change, and calls need weights of the rank's experts in the new group. (Experts
-        that move within a group are ``moe_ep_jit.update_topology``'s.)
+        that move within a group are ``moe_ep_jit.update_topology``'s.) With transport "symm" it is
+        a ValueError: build another workspace.
         All or nothing: where one rank cannot, that is an error on every rank, and each keeps what
         it had. ValueError, TypeError, RuntimeError as at construction.
         """
         self._check_open()
+        check_may_move(False, self._options["transport"])
         if problem is None:
             ranks = group_size(group)
             problems = [p.with_(num_ranks=ranks) for p in self.problems]
@@ -397,10 +423,14 @@ class Workspace:
     def reset(self) -> None:
         """Drop a round that the stage functions began and did not finish, on the current stream.
 
-        With several ranks each of them has to, after the same stage.
+        With several ranks each of them has to, after the same stage. With transport="symm" they
+        meet, and an error that a call has recorded is dropped with the round.
         """
         self._check_open()
         self.round = None
+        if self.peers is not None:
+            self._begin_anew()
+            return
         if self.local is not None:
             self.local.reset()
         if self.arch is not None:
@@ -417,16 +447,17 @@ class Workspace:
             self.exchange.close()
         if self.on_gpu:
             torch.cuda.synchronize(self.device)
-        code = self._error[layout.ERROR_CODE]
+        record = list(self._error)
         self._closed = True
         self.round = None
         self.bindings.clear()
         self.functions.clear()
         del self._error, self._record, self._regions, self._outputs
+        self.symmetric = None
         if self.local is not None:
             self.local.close()
-        if code:
-            raise RuntimeError(_explain(code))
+        if record[layout.ERROR_CODE]:
+            raise RuntimeError(explain(record, self.peers, self._timeout))
 
     def __enter__(self) -> Workspace:
         return self
@@ -467,11 +498,25 @@ class Workspace:
         ):
             control[word].zero_()
 
+    def _begin_anew(self) -> None:
+        """All ranks, once their devices are idle, go on from one epoch and without a failure."""
+        if self.on_gpu:
+            torch.cuda.synchronize(self.device)
+        self._clear_tickets()
+        self.symmetric.agree_again(self._control(), self.peers)
+        if self.on_gpu:
+            torch.cuda.current_stream(self.device).synchronize()
+        self._record.zero_()
+        self.peers.compare({}, "reset", timeout=0)  # nobody goes on before all are ready
+
     def _raise_error(self) -> None:
-        """Raise what the kernels recorded; clear it and the open round, so that work can go on."""
-        code = self._error[layout.ERROR_CODE]
+        """Raise what the kernels recorded; clear it and the open round, so that work can go on.
+
+        With transport="symm" it stays, until all ranks have met in ``reset``.
+        """
+        record = list(self._error)
         capturing = self.on_gpu and torch.cuda.is_current_stream_capturing()
-        if not capturing:  # else it stays for the next call that may wait
+        if not capturing and self.peers is None:  # else it stays for the next call that may wait
             self.round = None
             if self.on_gpu:
                 torch.cuda.synchronize(self.device)
@@ -480,7 +525,7 @@ class Workspace:
             if self.on_gpu:
                 torch.cuda.current_stream(self.device).synchronize()
             self._record.zero_()
-        raise RuntimeError(_explain(code))
+        raise RuntimeError(explain(record, self.peers, self._timeout))
 
 
 def check_workspace(ws: object, name: str = "ws") -> None:
@@ -500,12 +545,6 @@ def _emulator() -> Any:
 
 def _error_record(pinned: bool) -> torch.Tensor:
     return torch.zeros(layout.ERROR_WORDS, dtype=torch.int32, pin_memory=pinned)
-
-
-def _explain(code: int) -> str:
-    if code == layout.ERROR_TWO_STREAMS:
-        return f"workspace: {_TWO_STREAMS}"
-    return f"workspace: a kernel recorded the unknown error {code}; report it as a bug"
 
 
 def _problems(problem: Problem | Iterable[Problem]) -> tuple[Problem, ...]:

@@ -331,6 +331,7 @@ def bad_arguments(env):
         "rank": other_rank,
         "size": caught(moe.Workspace, make_problem(2), group, device="cpu"),
         "one": caught(moe.Workspace, make_problem(1), group, device="cpu"),
+        "transport": caught(moe.Workspace, problem, group, device="cpu", transport="nccl"),
         "symm": caught(moe.Workspace, problem, group, device="cpu", transport="symm"),
         "timeout": caught(moe.Workspace, problem, group, device="cpu", timeout=-1),
         "fleet": caught(moe.create_fleet, problem, group, "symm", device="cpu"),

@@ -241,6 +241,23 @@ def test_plan_adds_up_to_what_a_workspace_takes(ranks, capsys):
         assert (("exchange", "recv_rows") in by_name) == (ranks > 1)
 
 
+def test_plan_over_symmetric_memory_adds_up(capsys):
+    argv = ["plan", "--preset", "dsv3-ep8", "--ranks", "8", "--tokens", "4096", "--json"]
+    code, plans = run_json(capsys, *argv, "--transport", "symm")
+    assert code == 0
+    for plan in plans:
+        sizes = (7168, 2048, 256, 8, 4096)
+        problem = Problem(*sizes, format=plan["format"], act=plan["act"], num_ranks=8)
+        assert plan["bytes"] == Workspace.bytes_needed(problem, transport="symm")
+        assert plan["bytes"] == sum(row["bytes"] for row in plan["regions"])
+        names = [row["region"] for row in plan["regions"]]
+        assert "recv_x" in names
+        assert "send_rows" not in names
+    # 262,144 rows at most: values, scale, slot, count of each; rows of the intermediate; rows back.
+    assert [plan["wire"]["dispatch"] for plan in plans] == [7168 + 12, 2 * 7168 + 8]
+    assert 2.9e9 < plans[0]["bytes"] < 3.1e9
+
+
 def test_plan_prints_a_table_and_bounds_what_is_received(capsys):
     argv = ["plan", "--preset", "dsv3-ep8", "--format", "mxfp8", "--max-recv-rows", "40000"]
     assert cli.main(argv) == 0
@@ -265,9 +282,9 @@ def test_smoke_says_pass_or_what_is_wrong():
     alone = run(under=())
     assert alone.returncode == 1
     assert "got a process on its own; run: torchrun" in alone.stderr
-    symm = run("--transport", "symm", under=())
-    assert symm.returncode == 1
-    assert 'transport: expected "collective"' in symm.stderr
+    other = run("--transport", "nccl", under=())
+    assert other.returncode == 1
+    assert 'transport: expected "collective"' in other.stderr
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")

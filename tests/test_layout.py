@@ -61,8 +61,11 @@ def test_control_words_come_first_whatever_the_layer_is(name, operand):
 
 
 def test_words_and_stages_are_distinct():
-    words = {value for name, value in vars(layout).items() if name.startswith("CONTROL_")}
-    assert words == {0, 1, 2, 3, layout.CONTROL_WORDS}
+    words = [value for name, value in vars(layout).items() if name.startswith("CONTROL_")]
+    words += [layout.CONTROL_TIMEOUT + 1, layout.CONTROL_ERROR + 1]  # of 64 bits
+    assert len(set(words)) == len(words)
+    assert max(words) == layout.CONTROL_WORDS
+    assert layout.CONTROL_TIMEOUT % 2 == layout.CONTROL_ERROR % 2 == 0
     stages = [
         layout.STAGE_DISPATCH,
         layout.STAGE_GATE_UP,
@@ -72,6 +75,22 @@ def test_words_and_stages_are_distinct():
     assert stages == [1, 2, 4, 8]
     assert sum(stages) == layout.STAGE_ALL
     assert layout.ERROR_CODE < layout.ERROR_WORDS
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 8, 72])
+def test_what_ranks_tell_each_other_has_words_of_its_own(num_ranks):
+    parts = layout.exchange_parts(num_ranks)
+    end = layout.CONTROL_WORDS
+    for first, count in parts.values():
+        assert first == end
+        end += count
+    assert end == layout.control_words(num_ranks)
+    assert parts["deltas"][0] % 2 == 0  # of 64 bits
+    assert layout.flag_name(parts["done_flags"][0] + 1, num_ranks) == "done_flags[1]"
+    assert layout.flag_name(layout.CONTROL_EPOCH, num_ranks) == "control[4]"
+    bits = layout.slot_bits(num_ranks)
+    assert num_ranks << bits <= 2**31  # the largest rank and slot are no negative number
+    assert num_ranks << (bits + 1) > 2**31
 
 
 def test_sizes_of_dsv3_on_one_rank():

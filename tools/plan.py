@@ -18,7 +18,7 @@ from moe_ep_jit.workspace import Workspace
 _MIB = 2**20
 
 
-def make(name: str, problem: Problem) -> dict[str, Any]:
+def make(name: str, problem: Problem, transport: str = "collective") -> dict[str, Any]:
     """The plan of a layer called ``name``, JSON-able; format "auto" counts as "mxfp8".
 
     ``bytes`` is ``Workspace.bytes_needed``; the bytes of ``regions`` add up to it. ``wire`` is what
@@ -27,13 +27,14 @@ def make(name: str, problem: Problem) -> dict[str, Any]:
     times = timemodel.table(problem.with_(format="mxfp8") if problem.format == "auto" else problem)
     problem = variants.choose_variant(problem, None).problem
     several = problem.num_ranks > 1
-    own = problem.local if several else problem
+    symmetric = several and transport == "symm"
+    own = problem.local if several and not symmetric else problem
     operand = variants.operand_of(problem)
     regions = [
         _row("experts", region.name, region.shape, region.dtype)
         for region in layout.regions(own, operand).values()
     ]
-    if several:
+    if several and not symmetric:
         shape = (own.max_tokens, own.hidden)
         regions.append(_row("experts", "output", shape, "bf16"))
         regions += [
@@ -41,7 +42,7 @@ def make(name: str, problem: Problem) -> dict[str, Any]:
             for region in layout.exchange_regions(problem).values()
         ]
     regions.append(_row("result", "output", (problem.max_tokens, problem.hidden), "bf16"))
-    total = Workspace.bytes_needed(problem)
+    total = Workspace.bytes_needed(problem, transport=transport)
     rest = total - sum(row["bytes"] for row in regions)
     regions.append(_row("all", "alignment", (rest,), "u8"))
     wire = {
@@ -50,6 +51,8 @@ def make(name: str, problem: Problem) -> dict[str, Any]:
         **timemodel.row_bytes(problem),
         "once_per_rank": timemodel.once_per_rank(problem),
     }
+    if symmetric:
+        wire |= {"payload": f"{operand} rows", "dispatch": _row_bytes(problem, operand)}
     return {
         "name": name,
         "format": problem.format,
@@ -63,6 +66,14 @@ def make(name: str, problem: Problem) -> dict[str, Any]:
         "wire": wire if several else None,
         "times": times,
     }
+
+
+def _row_bytes(problem: Problem, operand: str) -> int:
+    """Of a row over symmetric memory: values, scales, its slot and its count."""
+    values = {"bf16": 16, "nvfp4": 4}.get(operand, 8) * problem.hidden // 8
+    blocks = {"mxfp8": 32, "nvfp4": 16}.get(operand)
+    has_row_scale = operand == "e4m3" or problem.act == "nvfp4"
+    return values + (problem.hidden // blocks if blocks else 0) + 4 * has_row_scale + 4 + 4
 
 
 def show(plans: list[dict[str, Any]], console: Console, as_json: bool) -> None:

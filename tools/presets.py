@@ -99,16 +99,20 @@ def of_sizes(hidden: int, intermediate: int, experts: int, top_k: int) -> Preset
 
 
 def jobs(
-    problem: Problem, arch: str, configs: Iterable[Any] | None = None, x_kind: str = "bf16"
+    problem: Problem,
+    arch: str,
+    configs: Iterable[Any] | None = None,
+    x_kind: str = "bf16",
+    transport: str = "collective",
 ) -> list[Job]:
     """What ``precompile.run`` has to build so that calls of this layer never compile.
 
-    configs  None: every rung of the ladder
-    x_kind   what a call's x is: "bf16", or ``BlockScaled`` "mxfp8" or "nvfp4"; with several ranks
-             it is what crosses the wire, whatever is said here
+    configs    None: every rung of the ladder
+    x_kind     what a call's x is: "bf16", or ``BlockScaled`` "mxfp8" or "nvfp4"; with several ranks
+               and transport "collective" it is what crosses the wire, whatever is said here
     """
     problem = variants.choose_variant(problem, arch).problem
-    if problem.num_ranks > 1:
+    if problem.num_ranks > 1 and transport == "collective":
         x_kind, problem = problem.payload, problem.local
     operand = variants.operand_of(problem, arch)
     rungs = variants.ladder(arch, operand) if configs is None else tuple(configs)

@@ -1,15 +1,18 @@
 """Do the ranks of this job work together? Under torchrun, on one machine or several:
 
     torchrun --nproc_per_node=4 -m moe_ep_jit.tools.smoke --transport collective
+    torchrun --nproc_per_node=4 -m moe_ep_jit.tools.smoke --transport symm --device cuda
 
-Each rank runs small layers in both formats, sharded, and compares its rows with the unsharded
-layer, which it can compute since all inputs come from one seed. The first rank prints the verdict;
-the exit status is 0 when all is well on every rank.
+On CPUs "symm" runs the kernels under the emulator. Each rank runs small layers in both formats,
+sharded, and compares its rows with the unsharded layer, which it can compute since all inputs come
+from one seed. The first rank prints the verdict; the exit status is 0 when all is well on every
+rank.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from datetime import timedelta
@@ -18,8 +21,8 @@ import torch
 import torch.distributed as dist
 
 import moe_ep_jit as moe
-from moe_ep_jit import reference
-from moe_ep_jit.problem import FORMATS, Problem
+from moe_ep_jit import reference, variants
+from moe_ep_jit.problem import FORMATS, TRANSPORTS, Problem
 from moe_ep_jit.transport import check_transport
 
 HIDDEN, INTERMEDIATE, TOP_K, TOKENS = 256, 128, 4, 32
@@ -32,7 +35,11 @@ _ROUTINGS = ("uniform", "one rank", "skips and repeats", "idle ranks")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the rounds; 0 when every rank's results are right, else 1."""
     parser = argparse.ArgumentParser(prog="moe_ep_jit.tools.smoke", description=_first_line())
-    parser.add_argument("--transport", default="collective", help="default: collective")
+    parser.add_argument(
+        "--transport",
+        default="collective",
+        help=f"one of {', '.join(TRANSPORTS)}; default: collective",
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: cpu")
     parser.add_argument("--rounds", type=int, default=8, help="of each format; default: 8")
     parser.add_argument("--seed", type=int, default=0, help="of the random data; default: 0")
@@ -56,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     for line in wrong:
         print(f"smoke: rank {rank}: {line}", file=sys.stderr)  # noqa: T201
-    failed = torch.tensor([len(wrong)], device=device)
+    failed = torch.tensor([len(wrong)], device=device if dist.get_backend() == "nccl" else "cpu")
     dist.all_reduce(failed)
     if rank == 0:
         total = args.rounds * len(FORMATS)
@@ -84,8 +91,11 @@ def _join(kind: str) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise RuntimeError("--device cuda: torch finds no GPU; run: moe-ep-jit doctor")
-    dist.init_process_group("nccl", timeout=timedelta(minutes=5))
-    device = torch.device("cuda", dist.get_node_local_rank())
+    rank, ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    # NCCL wants a GPU for each rank; symmetric memory can do with fewer, for a test.
+    backend = "nccl" if ranks <= torch.cuda.device_count() else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(minutes=5))
+    device = torch.device("cuda", rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
 
@@ -107,22 +117,35 @@ def _rounds(fmt: str, device: torch.device, args: argparse.Namespace) -> list[st
     w2 = torch.randn(problem.num_experts, HIDDEN, INTERMEDIATE, generator=generator)
     w13, w2 = w13 * HIDDEN**-0.5, w2 * INTERMEDIATE**-0.5
     own = slice(rank * problem.num_local_experts, (rank + 1) * problem.num_local_experts)
-    weights = moe.prepare_weights(w13[own].to(device), w2[own].to(device), problem, rank=rank)
+    emulated = args.transport == "symm" and device.type == "cpu"
+    backend = "emulator" if emulated else "auto"
+    own13, own2 = w13[own].to(device), w2[own].to(device)
+    weights = moe.prepare_weights(own13, own2, problem, rank=rank, backend=backend)
     full = moe.prepare_weights(w13, w2, problem.with_(num_ranks=1), backend="reference")
     wrong = []
     with moe.Workspace(
-        weights.problem, device=device, transport=args.transport, timeout=args.timeout
+        weights.problem,
+        device=device,
+        backend=backend,
+        operand=weights.operand,
+        transport=args.transport,
+        timeout=args.timeout,
     ) as ws:
-        moe.warmup(ws, weights)
+        config = None
+        if args.transport == "symm":  # one rung is enough to see whether ranks work together
+            config = variants.choose_rung(weights.problem, ws.arch, TOKENS, weights.operand)
+        moe.warmup(ws, weights, configs=None if config is None else [config])
         for index in range(args.rounds):
             routing = _ROUTINGS[index % len(_ROUTINGS)]
             inputs = [_draw(problem, routing, index, r, generator) for r in range(ranks)]
-            y = moe.moe_forward(*(t.to(device) for t in inputs[rank]), weights, ws).cpu()
+            mine = (t.to(device) for t in inputs[rank])
+            y = moe.moe_forward(*mine, weights, ws, config=config).cpu()
             x, ids, topk_weights = (torch.cat(parts) for parts in zip(*inputs, strict=True))
             first = sum(len(inputs[r][0]) for r in range(rank))
             want = reference.moe_forward(x, ids, topk_weights, full)[first : first + len(y)]
             error = reference.error(y.float(), want.float()).whole if len(y) else 0.0
-            same = torch.equal(y, want) if device.type == "cpu" else error < _BOUNDS[fmt]
+            kernels = emulated or device.type == "cuda"
+            same = error < _BOUNDS[fmt] if kernels else torch.equal(y, want)
             if not same:
                 wrong.append(f"{fmt}, round {index} ({routing}): relative error {error:.3g}")
     return wrong

@@ -15,14 +15,18 @@ from cutlass import (
     Float64,
     Int32,
     Int64,
+    const_expr,
     cute,
     memory,
     select_,
 )
 
 from moe_ep_jit import layout
-from moe_ep_jit.kernels.common import ptx
+from moe_ep_jit.kernels.common import exchange, ptx
 from moe_ep_jit.kernels.common.route import RouteArgs, live_tokens
+
+#: Two bf16 NaNs.
+NAN_PAIR = 0x7FC07FC0
 
 
 class CombineArgs(NamedTuple):
@@ -41,13 +45,16 @@ class Combine:
     together.
 
     A skipped slot's row was never written and is never read; a token without rows becomes zeros.
+
+    ranks  exchange.Ranks of several ranks, else None: says that this rank's rows have gone to their
+           sources, and waits for those that owe it some. A round that has failed becomes NaN
     """
 
     threads = 128
     rows_in_flight = 8
 
-    def __init__(self, *, hidden: int, top_k: int):
-        self.hidden, self.top_k = hidden, top_k
+    def __init__(self, *, hidden: int, top_k: int, ranks: exchange.Ranks | None = None):
+        self.hidden, self.top_k, self.ranks = hidden, top_k, ranks
         self.parts = layout.ceil_div(hidden, 8 * self.threads)
         # The compiler reads them four at once, also where top_k ends among the four.
         self.slots = layout.round_up(top_k, 4)
@@ -72,6 +79,9 @@ class Combine:
         ranks = smem.allocate_tensor(Int32, cute.make_layout(self.slots), 16)
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
+        failed = None
+        if const_expr(self.ranks is not None):
+            failed = self.meet(route.control, thread, block)
         num_items = Int64(live_tokens(route)) * self.parts
         item, turn = Int64(block), Int32(0)
         while item < num_items:
@@ -82,13 +92,34 @@ class Combine:
                 if thread < self.top_k:
                     slot = Int64(token) * self.top_k + thread
                     rank = ptx.load(Int32, route.slot_rank + slot * 4)
+                    if const_expr(failed is not None):
+                        rank = select_(failed, Int32(-1), rank)  # rows may be missing
                     weight = self.weight(args, token, thread)
                 ranks[thread], weights[thread, turn] = rank, weight
             cute.arch.sync_threads()
-            self.sum(args, token, column, weights[None, turn], ranks)
+            self.sum(args, token, column, weights[None, turn], ranks, failed)
             item += grid
             turn = turn ^ 1
         self.leave(route, thread, grid)
+
+    @cute.jit
+    def meet(self, control, thread, block):
+        """Tell each rank that its rows are there, wait for one's own; whether the round failed."""
+        ranks = self.ranks
+        epoch = exchange.word(control, layout.CONTROL_EPOCH)
+        if thread < ranks.num_ranks:
+            if (block == 0) & (not exchange.has_failed(control)):
+                rank = exchange.word(control, layout.CONTROL_RANK)
+                flag = exchange.place(ranks, control, "done_flags", rank)
+                # release: what the down GEMM, complete before this grid's wait, has written to the
+                # peer's combine region, to the wait below, over there
+                there = exchange.delta(ranks, control, thread)
+                ptx.store_release_system(flag + there, epoch)
+            if ptx.load(Int32, exchange.place(ranks, control, "expects", thread)) > 0:
+                # acquire: the store above, by this thread's peer
+                exchange.wait(ranks, control, "combine", "done_flags", thread, thread, epoch)
+        cute.arch.sync_threads()
+        return exchange.has_failed(control)
 
     @cute.jit
     def weight(self, args, token, k):
@@ -111,7 +142,7 @@ class Combine:
         return weight
 
     @cute.jit
-    def sum(self, args, token, column, weights, ranks):
+    def sum(self, args, token, column, weights, ranks, failed):
         """8 elements of a token's output."""
         total = cute.make_rmem_tensor(8, Float32)
         total.fill(0.0)
@@ -136,6 +167,8 @@ class Combine:
             packed = cute.make_rmem_tensor(4, Int32)
             for i in cutlass.range_constexpr(4):
                 packed[i] = ptx.pack_bf16x2(total[2 * i], total[2 * i + 1])
+                if const_expr(failed is not None):
+                    packed[i] = select_(failed, Int32(NAN_PAIR), packed[i])
             address = args.out + (Int64(token) * args.out_stride + column) * 2
             cute.autovec_copy(packed, ptx.vector(Int32, address, 4))
 

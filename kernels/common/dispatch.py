@@ -6,7 +6,7 @@ import cutlass
 from cutlass import Float32, Int32, Int64, Uint8, const_expr, cute, memory, select_
 
 from moe_ep_jit import layout
-from moe_ep_jit.kernels.common import ptx
+from moe_ep_jit.kernels.common import exchange, ptx
 from moe_ep_jit.kernels.common import quantize as q
 from moe_ep_jit.kernels.common.route import RouteArgs, expert_of, live_tokens
 
@@ -33,12 +33,15 @@ class Dispatch:
              apart, in ``recv_sf``; "mxfp8", "nvfp4": the format's own elements, and its block
              scales in the order of ``layout.sf_place``
     tile_n   rows of a tile, whose scales are neighbours: for the last two
+    ranks    exchange.Ranks of several ranks, else None: a row, its scales and its slot go straight
+             to their places on the rank of its expert, which counts them
     """
 
     def __init__(
         self, *, hidden: int, num_experts: int, top_k: int, operand: str, act: str, x_kind: str,
-        tile_n: int
+        tile_n: int, ranks: exchange.Ranks | None = None
     ):  # fmt: skip
+        self.ranks = ranks
         self.hidden, self.num_experts, self.top_k = hidden, num_experts, top_k
         self.operand, self.act, self.x_kind = operand, act, x_kind
         self.has_blocks = operand in layout.SF_ATOM_K
@@ -74,6 +77,10 @@ class Dispatch:
         smem = memory.SmemAllocator()
         rows = smem.allocate_tensor(Int32, cute.make_layout(self.top_k), 16)
         sf_places = smem.allocate_tensor(Int64, cute.make_layout(self.top_k), 16)
+        deltas = sf_pitches = None
+        if const_expr(self.ranks is not None):
+            deltas = smem.allocate_tensor(Int64, cute.make_layout(self.top_k), 16)
+            sf_pitches = smem.allocate_tensor(Int32, cute.make_layout(self.top_k), 16)
         maxima = smem.allocate_tensor(Int32, cute.make_layout(32), 16)
         live = live_tokens(route)
         # The first token, while route still counts: whatever made x had ended before route began,
@@ -83,9 +90,18 @@ class Dispatch:
             self.fetch(args, token, thread, words)
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
+        if const_expr(self.ranks is not None):
+            if exchange.has_failed(route.control):
+                live = Int32(0)
         while token < live:
+            arrival = Int64(0)
             if thread < self.top_k:
-                row, sf_place = self.row_of(route, args, token, thread)
+                if const_expr(self.ranks is None):
+                    row, sf_place = self.row_of(route, args, token, thread)
+                else:
+                    row, sf_place, deltas[thread], sf_pitches[thread], arrival = self.row_there(
+                        route, args, token, thread
+                    )
                 rows[thread] = row
                 if const_expr(self.has_blocks):
                     sf_places[thread] = sf_place
@@ -111,13 +127,22 @@ class Dispatch:
             for k in cutlass.range_constexpr(self.top_k):
                 row = rows[k]
                 if row >= 0:
-                    self.write(args, row, packed, thread)
+                    there, pitch = 0, None
+                    if const_expr(self.has_blocks):
+                        pitch = self.sf_atom_bytes
+                    if const_expr(self.ranks is not None):
+                        there, pitch = deltas[k], sf_pitches[k]
+                    self.write(args.recv_x + there, row, packed, thread)
                     if const_expr(block_sf is not None):
-                        self.write_scales(sf_places[k], block_sf, thread)
+                        self.write_scales(sf_places[k], pitch, block_sf, thread)
                     if const_expr(row_sf is not None):
                         if thread == 0:
-                            ptx.store(Float32, args.recv_sf + Int64(row) * 4, row_sf)
+                            ptx.store(Float32, args.recv_sf + there + Int64(row) * 4, row_sf)
             cute.arch.sync_threads()  # before the next token's rows and maxima
+            if const_expr(self.ranks is not None):
+                if arrival != 0:
+                    # release: the row that the CTA has written, to await_rows of its expert's rank
+                    ptx.add_release_system(arrival, Int32(1))
             token += step
 
     @cute.jit
@@ -143,6 +168,42 @@ class Dispatch:
             row += ptx.load(Int32, info + 8)
             ptx.store(Int32, route.row_slot + Int64(row) * 4, slot)
         return row, sf_place
+
+    @cute.jit
+    def row_there(self, route, args, token, k):
+        """Of a slot with several ranks: as ``row_of``, on the rank of its expert; then its delta,
+        the bytes of a k-atom of its rung, and the address of the count of arrivals (0: skipped).
+        """
+        control, ranks = route.control, self.ranks
+        slot = token * self.top_k + k
+        row = ptx.load(Int32, route.slot_rank + Int64(slot) * 4)
+        sf_place, there, pitch, arrival = Int64(0), Int64(0), Int32(0), Int64(0)
+        if row >= 0:
+            expert = expert_of(route, token, k, self.num_experts)
+            owner = expert // ranks.local
+            local = expert - owner * ranks.local
+            rank = exchange.word(control, layout.CONTROL_RANK)
+            there = exchange.delta(ranks, control, owner)
+            chunk = slot // layout.ROUTE_CHUNK
+            row += ptx.load(
+                Int32, route.chunk_counts + (Int64(chunk) * self.num_experts + expert) * 4
+            )
+            row += ptx.load(Int32, exchange.place(ranks, control, "rows_before", expert))
+            if const_expr(self.has_blocks):
+                # The rung of the expert's rank may be another than this one's.
+                epoch = exchange.word(control, layout.CONTROL_EPOCH)
+                tile_n = exchange.tile_rows(ranks, control, epoch, owner)
+                tile = row // tile_n
+                pitch = cutlass.min(tile_n, 32) * 16 * ((tile_n + 127) // 128)
+                first = ptx.load(Int32, exchange.place(ranks, control, "first_tile", expert)) + tile
+                sf_place = args.recv_block_sf + there + layout.sf_place(row - tile * tile_n)
+                sf_place += Int64(first) * (layout.sf_atoms(self.hidden, self.operand) * pitch)
+            row += ptx.load(Int32, exchange.place(ranks, control, "first_row", expert))
+            at = route.row_slot + there + Int64(row) * 4
+            ptx.store(Int32, at, (rank << layout.slot_bits(ranks.num_ranks)) | slot)
+            index = local * ranks.num_ranks + rank
+            arrival = exchange.place(ranks, control, "arrived", index) + there
+        return row, sf_place, there, pitch, arrival
 
     def piece_at(self, thread, i):
         """The i-th piece of a thread; beyond the row, its last piece once more (read, never
@@ -302,13 +363,13 @@ class Dispatch:
         return out
 
     @cute.jit
-    def write(self, args, row, packed, thread):
+    def write(self, recv_x, row, packed, thread):
         """Store this thread's pieces to one row."""
         row_bytes, piece_bytes = (n * self.item_bits // 8 for n in (self.hidden, self.piece))
         for i in cutlass.range_constexpr(self.pieces_per_thread):
             piece = thread + i * self.threads
             if piece < self.pieces:
-                address = args.recv_x + Int64(row) * row_bytes + piece * piece_bytes
+                address = recv_x + Int64(row) * row_bytes + piece * piece_bytes
                 for first in cutlass.range_constexpr(0, len(packed[i]), 4):
                     count = min(len(packed[i]) - first, 4)
                     words = cute.make_rmem_tensor(count, Int32)
@@ -317,14 +378,14 @@ class Dispatch:
                     cute.autovec_copy(words, ptx.vector(Int32, address + 4 * first, count))
 
     @cute.jit
-    def write_scales(self, place, block_sf, thread):
-        """Store the scales of this thread's pieces to one row; of an MXFP8 block, which two threads
-        hold, the first.
+    def write_scales(self, place, pitch, block_sf, thread):
+        """Store the scales of this thread's pieces to one row, k-atoms ``pitch`` bytes apart; of an
+        MXFP8 block, which two threads hold, the first.
         """
         per_block = 2 if const_expr(self.act == "mxfp8") else 1
         for i in cutlass.range_constexpr(self.pieces_per_thread):
             piece = thread + i * self.threads
             block = piece // per_block
             if piece < self.pieces and piece % per_block == 0:
-                at = place + block // 4 * self.sf_atom_bytes + block % 4
+                at = place + block // 4 * pitch + block % 4
                 ptx.store(Uint8, at, Uint8(block_sf[i]))

@@ -12,7 +12,7 @@ features alone: warp w of the four makes features 8 w .. 8 w + 7 of the strip's 
 the thread's place in the warpgroup throughout.
 
 ``gemm`` is the arch's GroupedGemm. Of it are used: gate_up, act, m, strips, tile_n, chunk_n,
-staging_bytes, has_weight_sf, has_row_sf, has_expert_sf and
+staging_bytes, has_weight_sf, has_row_sf, has_expert_sf, ranks (exchange.Ranks or None) and
 
 h_values      what the intermediate's rows hold: "e4m3", "e2m1" (packed) or "bf16"
 store_scales  where their block scales go, ``f(gemm, scales, column, tile, strip, args)``: the UE8M0
@@ -22,10 +22,10 @@ store_scales  where their block scales go, ``f(gemm, scales, column, tile, strip
 from typing import Any, NamedTuple
 
 import cutlass
-from cutlass import Float32, Int32, Int64, const_expr, cute
+from cutlass import Float32, Int32, Int64, const_expr, cute, select_
 
 from moe_ep_jit import layout
-from moe_ep_jit.kernels.common import ptx
+from moe_ep_jit.kernels.common import exchange, ptx
 from moe_ep_jit.kernels.common import quantize as q
 from moe_ep_jit.kernels.common.activation import clamp, swiglu
 
@@ -69,6 +69,17 @@ def load_or_zero(base, offset):
     return value
 
 
+def fetch_slot(gemm, args, token_row):
+    """The slot of a row, and with several ranks its rank above.
+
+    A round that has failed may lack rows, whose slots are anything: then -1, which nobody writes.
+    """
+    slot = ptx.load(Int32, args.row_slot + token_row)
+    if gemm.ranks is None:
+        return slot
+    return select_(exchange.has_failed(args.control), Int32(-1), slot)
+
+
 def fetch(gemm, n, tile, strip, thread, args):
     """Begin to read what ``finish`` needs."""
     row = cutlass.min(strip, gemm.strips - 1) * 64 + (thread >> 5) * 16 + ((thread & 31) >> 2)
@@ -87,7 +98,7 @@ def fetch(gemm, n, tile, strip, thread, args):
         columns.append(
             (
                 ptx.load(Float32, args.row_sf + token_row) if gemm.has_row_sf else None,
-                None if gemm.gate_up else ptx.load(Int32, args.row_slot + token_row),
+                None if gemm.gate_up else fetch_slot(gemm, args, token_row),
             )
         )
     return Constants(scales, biases, columns)
@@ -432,12 +443,27 @@ def scatter_rows(
     for batch in cutlass.range_constexpr(0, columns, 64):
         firsts = list(range(batch, min(batch + 64, columns), 16))
         words = cute.make_rmem_tensor((4, len(firsts)), Int32)
-        addresses = []
+        addresses, found = [], []
         for i in cutlass.range_constexpr(len(firsts)):
             at = ptx.vector(Int32, staged + firsts[i] * 128, 4, ptx.SMEM)
             cute.autovec_copy(at, words[None, i])
             slot = ptx.load_shared(Int32, slots + firsts[i] * 4)
-            addresses.append(out + Int64(slot) * (gemm.m * 2))
+            addresses.append(slot_address(gemm, out, slot, args))
+            found.append(slot)
         for i in cutlass.range_constexpr(len(firsts)):
             four = [words[j, i] for j in range(4)]
-            ptx.store_words_if(chunk + firsts[i] + my_row < live, addresses[i], four)
+            is_live = chunk + firsts[i] + my_row < live
+            if const_expr(gemm.ranks is not None):
+                is_live = is_live & (found[i] >= 0)
+            ptx.store_words_if(is_live, addresses[i], four)
+
+
+def slot_address(gemm, out, slot, args):
+    """Where a slot's row is, from the address of the first one's: with several ranks, on its
+    rank.
+    """
+    if gemm.ranks is None:
+        return out + Int64(slot) * (gemm.m * 2)
+    bits = layout.slot_bits(gemm.ranks.num_ranks)
+    there = exchange.delta(gemm.ranks, args.control, cutlass.max(slot >> bits, 0))
+    return out + there + Int64(slot & ((1 << bits) - 1)) * (gemm.m * 2)

@@ -15,7 +15,7 @@ def facts(problem: Problem, kind: str, x_kind: str, config: Any) -> dict[str, An
     x_kind  what a call passes as x: "bf16", or BlockScaled "mxfp8" or "nvfp4"
     config  the arch's Config
     """
-    return {
+    found = {
         "hidden": problem.hidden,
         "intermediate": problem.intermediate,
         "num_experts": problem.num_experts,
@@ -25,6 +25,9 @@ def facts(problem: Problem, kind: str, x_kind: str, config: Any) -> dict[str, An
         "x_kind": x_kind,
         "config": asdict(config),
     }
+    if problem.num_ranks > 1:  # over symmetric memory
+        found["num_ranks"] = problem.num_ranks
+    return found
 
 
 def name(facts: dict[str, Any]) -> str:
@@ -35,6 +38,8 @@ def name(facts: dict[str, Any]) -> str:
         f"h{facts['hidden']}-i{facts['intermediate']}-e{facts['num_experts']}-k{facts['top_k']}",
         f"n{config['tile_n']}",
     ]
+    if "num_ranks" in facts:
+        parts.append(f"r{facts['num_ranks']}")
     if facts["x_kind"] != "bf16":
         parts.append(f"x_{facts['x_kind']}")
     return "moe-" + "-".join(parts)

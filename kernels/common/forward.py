@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import json
+import zlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -12,6 +14,7 @@ from cutlass import Float32, Int32, Int64, const_expr, cute
 from moe_ep_jit import layout
 from moe_ep_jit.kernels.common.combine import Combine, CombineArgs
 from moe_ep_jit.kernels.common.dispatch import Dispatch, TokenArgs
+from moe_ep_jit.kernels.common.exchange import Ranks
 from moe_ep_jit.kernels.common.fold import Fold, FoldArgs
 from moe_ep_jit.kernels.common.route import Route, RouteArgs
 
@@ -44,25 +47,35 @@ class Forward:
     gate_up, down  the arch's GroupedGemm: called with the token operand's address, its rows,
                    GemmArgs, the number of SMs and the stream
     fold           between them, or None
+    num_experts    of all ranks
+    row_elements   of a row that dispatch moves, where that is not ``hidden``
     """
 
     def __init__(
         self, *, hidden: int, num_experts: int, top_k: int, operand: str, act: str, x_kind: str,
-        tile_n: int, gate_up: Any, down: Any, fold: Fold | None = None
+        tile_n: int, gate_up: Any, down: Any, fold: Fold | None = None, ranks: Ranks | None = None,
+        row_elements: int | None = None
     ):  # fmt: skip
-        self.num_experts = num_experts
-        self.route = Route(num_experts=num_experts, top_k=top_k, tile_n=tile_n)
+        self.ranks = ranks
+        self.num_local = num_experts if ranks is None else ranks.local
+        # What ranks have to agree on: the layer, but neither the rung nor what x is.
+        layer = [hidden, row_elements, gate_up.m, num_experts, top_k, operand, act]
+        signature = zlib.crc32(json.dumps(layer).encode()) & 0x7FFFFFFF
+        self.route = Route(
+            num_experts=num_experts, top_k=top_k, tile_n=tile_n, ranks=ranks, signature=signature
+        )
         self.dispatch = Dispatch(
-            hidden=hidden,
+            hidden=row_elements or hidden,
             num_experts=num_experts,
             top_k=top_k,
             operand=operand,
             act=act,
             x_kind=x_kind,
             tile_n=tile_n,
+            ranks=ranks,
         )
         self.gate_up, self.fold, self.down = gate_up, fold, down
-        self.combine = Combine(hidden=hidden, top_k=top_k)
+        self.combine = Combine(hidden=hidden, top_k=top_k, ranks=ranks)
 
     @cute.jit
     def __call__(
@@ -111,7 +124,7 @@ class Forward:
         load: Int64,
         stream: CUstream,
     ):
-        sf_stride = layout.sf_pitch(recv_rows, self.num_experts)
+        sf_stride = layout.sf_pitch(recv_rows, self.num_local)
         route = RouteArgs(
             tokens, num_tokens, ids, ids_stride, ids_words, control, chunk_counts, slot_rank,
             expert_info, tiles, row_slot, error, load,
@@ -119,7 +132,10 @@ class Forward:
         shared = (tiles, expert_info, row_slot)
         swiglu = (control, limit, alpha, beta)
         if (stages & layout.STAGE_DISPATCH) != 0:
-            self.route(route, stream)
+            bound = None
+            if const_expr(self.ranks is not None):
+                bound = recv_rows
+            self.route(route, bound, stream)
             source = TokenArgs(
                 x, x_stride, x_sf, x_global_scale, x_global_stride, recv_x, recv_sf, recv_block_sf
             )
@@ -153,9 +169,12 @@ def layer(
     """The kernels of one rung, from ``facts.facts``.
 
     operand  what the MMA's token side is
-    gemm     makes the arch's GroupedGemm of ``gate_up``, ``k`` and ``m``
+    gemm     makes the arch's GroupedGemm of ``gate_up``, ``k``, ``m`` and ``ranks``
     """
     hidden, intermediate = facts["hidden"], facts["intermediate"]
+    ranks = None
+    if "num_ranks" in facts:
+        ranks = Ranks(facts["num_ranks"], facts["num_experts"])
     return Forward(
         hidden=hidden,
         num_experts=facts["num_experts"],
@@ -164,9 +183,10 @@ def layer(
         act=facts["act"],
         x_kind=facts["x_kind"],
         tile_n=facts["config"]["tile_n"],
-        gate_up=gemm(gate_up=True, k=hidden, m=2 * intermediate),
-        down=gemm(gate_up=False, k=intermediate, m=hidden),
+        gate_up=gemm(gate_up=True, k=hidden, m=2 * intermediate, ranks=ranks),
+        down=gemm(gate_up=False, k=intermediate, m=hidden, ranks=ranks),
         fold=fold,
+        ranks=ranks,
     )
 
 

@@ -133,6 +133,42 @@ def store_system(address, value, *, loc=None, ip=None):
     )
 
 
+# Between ranks. Each use of these names its partner.
+
+
+@dsl_user_op
+def load_acquire_system(address, *, loc=None, ip=None):
+    """An Int32 that another rank writes, with all that it released before."""
+    code = "ld.acquire.sys.global.s32 $0, [$1];"
+    return Int32(_asm(T.i32(), [Int64(address)], code, "=r,l,~{memory}", True))
+
+
+@dsl_user_op
+def store_release_system(address, value, *, loc=None, ip=None):
+    """Write an Int32 for another rank, or the host, which then sees what came before."""
+    code = "st.release.sys.global.s32 [$0], $1;"
+    _asm(None, [Int64(address), Int32(value)], code, "l,r,~{memory}", True)
+
+
+@dsl_user_op
+def add_release_system(address, value, *, loc=None, ip=None):
+    """Add to an Int32 of another rank, which then sees what came before."""
+    code = "red.release.sys.global.add.s32 [$0], $1;"
+    _asm(None, [Int64(address), Int32(value)], code, "l,r,~{memory}", True)
+
+
+@dsl_user_op
+def global_timer(*, loc=None, ip=None):
+    """Nanoseconds of the device's clock, as Int64."""
+    return Int64(_asm(T.i64(), [], "mov.u64 $0, %globaltimer;", "=l,~{memory}", True))
+
+
+@dsl_user_op
+def fence_proxy_async(*, loc=None, ip=None):
+    """What this thread may read becomes readable for its bulk copies."""
+    _asm(None, [], "fence.proxy.async.global;", "~{memory}", True)
+
+
 @dsl_user_op
 def reduce_add(address, value, *, loc=None, ip=None):
     """Add an Int64 to the one at an address, atomically; nobody waits for it."""

@@ -14,5 +14,6 @@ from moe_ep_jit.kernels.sm100.packing import OPERANDS
 def compile_op(facts: dict[str, Any], options: str) -> Any:
     """Compile the object that ``facts`` (from ``facts.facts``) describes."""
     config, kind = Config(**facts["config"]), facts["kind"]
-    gemm = partial(GroupedGemm, kind=kind, num_experts=facts["num_experts"], config=config)
+    local = facts["num_experts"] // facts.get("num_ranks", 1)
+    gemm = partial(GroupedGemm, kind=kind, num_experts=local, config=config)
     return compile_forward(layer(facts, OPERANDS[kind], gemm), options)

@@ -7,7 +7,7 @@ from cutlass import Int16, Int32, Int64, Uint8, const_expr, cute, memory, select
 from cutlass.cute.nvgpu import cpasync, tcgen05
 
 from moe_ep_jit import layout
-from moe_ep_jit.kernels.common import ptx
+from moe_ep_jit.kernels.common import exchange, ptx
 from moe_ep_jit.kernels.common.epilogue import PITCH
 from moe_ep_jit.kernels.common.forward import GemmArgs
 from moe_ep_jit.kernels.common.schedule import share_num_tiles, step_at, sync_cluster
@@ -108,8 +108,11 @@ class GroupedGemm:
     epilogue_warps = 8
 
     def __init__(
-        self, *, kind: str, gate_up: bool, k: int, m: int, num_experts: int, config: Config
-    ):
+        self, *, kind: str, gate_up: bool, k: int, m: int, num_experts: int, config: Config,
+        ranks: exchange.Ranks | None = None
+    ):  # fmt: skip
+        self.ranks = ranks
+        self.awaits_rows = gate_up and ranks is not None
         self.kind, self.gate_up, self.k, self.m = kind, gate_up, k, m
         self.num_experts = num_experts
         self.tile_n, self.cluster = config.tile_n, config.cluster
@@ -260,7 +263,7 @@ class GroupedGemm:
         tmem.fence_after()
         base = ptx.load_shared(Int32, shared.base)
         if warp == 0:
-            self.load(copies, shared, rank, thread)
+            self.load(copies, shared, rank, thread, args)
         elif warp == 1:
             if rank == 0:
                 self.mma(shared, base, thread)
@@ -358,12 +361,13 @@ class GroupedGemm:
         return (rows + (self.chunk_n - 1)) & ~(self.chunk_n - 1)
 
     @cute.jit
-    def load(self, copies, shared, rank, thread):
+    def load(self, copies, shared, rank, thread, args):
         """The role of warp 0."""
         stage, phase, count = Int32(0), Int32(1), Int32(0)  # the first pass finds every stage free
         index, step, end = self.steps_of(shared)
         # The first tile's weights, while the kernel before still makes its rows.
         ahead = min(self.num_stages, self.k_stages)
+        awaited, lane = Int32(-1), cute.arch.lane_idx()
         if index < end:
             tile = self.read_tile(shared, count)
             for k_stage in cutlass.range_constexpr(ahead):
@@ -374,6 +378,10 @@ class GroupedGemm:
         while index < end:
             tile = self.read_tile(shared, count)
             self.release_tile(shared, count, thread)
+            if const_expr(self.awaits_rows):
+                if tile.expert != awaited:
+                    exchange.await_rows(self.ranks, args.control, tile.expert, lane)
+                    awaited = tile.expert
             for k_stage in cutlass.range(self.k_stages, unroll=1):
                 # acquire: the MMAs that read the stage are done
                 cute.arch.mbarrier_wait(shared.empty + stage, phase)
@@ -468,11 +476,16 @@ class GroupedGemm:
         wg = cute.arch.make_warp_uniform(thread // 128) - 1
         thread, lane = ptx.keep(thread & 127), ptx.keep(thread & 31)
         place = Place(wg, thread, thread >> 5, lane)
-        count = Int32(0)
+        count, awaited = Int32(0), Int32(-1)
         index, step, end = self.steps_of(shared)
         while index < end:
             tile = self.read_tile(shared, count)
             self.release_tile(shared, count, thread)
+            if const_expr(self.awaits_rows and self.has_row_sf):
+                # Their scales are read before the tile's MMAs are waited for.
+                if tile.expert != awaited:
+                    exchange.await_rows(self.ranks, args.control, tile.expert, lane)
+                    awaited = tile.expert
             buffer, parity = count & 1, (count >> 1) & 1
             accumulator = base + buffer * self.acc_pitch
             epilogue.finish_tile(self, tile, accumulator, buffer, parity, place, shared, args)

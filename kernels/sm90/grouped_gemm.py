@@ -18,7 +18,7 @@ from cutlass import (
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from moe_ep_jit import layout
-from moe_ep_jit.kernels.common import epilogue, ptx
+from moe_ep_jit.kernels.common import epilogue, exchange, ptx
 from moe_ep_jit.kernels.common import quantize as q
 from moe_ep_jit.kernels.common.forward import GemmArgs
 from moe_ep_jit.kernels.common.schedule import share_num_tiles, step_at, sync_cluster
@@ -94,7 +94,8 @@ class GroupedGemm:
     mma and epilogue. Each owns 64 weight rows (a strip), or k_slices of them share a strip and
     take its k-blocks by turns.
 
-    full      load -> mma   1 arrive + the bytes of weights and scales (bulk copies), tokens (TMA)
+    full      load -> mma   1 arrive + the bytes of weights and scales (bulk copies), tokens (TMA);
+                            gate/up of several ranks: another arrive, once the rows have come
     empty     mma -> load   one arrive a math warp, once its wgmmas on the stage have retired; in a
                             cluster the math warps of both CTAs arrive at both CTAs' barriers
     ring      load -> mma   the tile's coordinates; ordered by the full barrier of its first stage
@@ -116,8 +117,11 @@ class GroupedGemm:
     """
 
     def __init__(
-        self, *, kind: str, act: str, gate_up: bool, k: int, m: int, config: Config
+        self, *, kind: str, act: str, gate_up: bool, k: int, m: int, config: Config,
+        ranks: exchange.Ranks | None = None
     ):  # fmt: skip
+        self.ranks = ranks
+        self.awaits_rows = gate_up and ranks is not None
         self.kind, self.act, self.gate_up, self.k, self.m = kind, act, gate_up, k, m
         self.tile_n, self.cluster = config.tile_n, config.cluster
         self.num_wgs = config.num_math_warpgroups
@@ -238,7 +242,7 @@ class GroupedGemm:
             cpasync.prefetch_descriptor(tma_x)
             with cute.arch.elect_one():
                 for i in cutlass.range_constexpr(self.num_stages):
-                    cute.arch.mbarrier_init(shared.full + i, 1)
+                    cute.arch.mbarrier_init(shared.full + i, 2 if self.awaits_rows else 1)
                     cute.arch.mbarrier_init(shared.empty + i, 4 * self.num_wgs * self.cluster)
                 for i in cutlass.range_constexpr(self.strips_per_tile):
                     cute.arch.mbarrier_init(shared.partials_full + i, 4 * self.k_slices)
@@ -287,7 +291,8 @@ class GroupedGemm:
     @cute.jit
     def load(self, tma_x, mX, shared, args):
         stage, phase = Int32(0), Int32(1)  # the first pass finds every stage free
-        slot = Int32(0)
+        slot, awaited = Int32(0), Int32(-1)
+        lane = cute.arch.lane_idx()
         block, _, _ = cute.arch.block_idx()
         grid, _, _ = cute.arch.grid_dim()
         rank = block % self.cluster
@@ -314,6 +319,10 @@ class GroupedGemm:
         cute.arch.griddepcontrol_launch_dependents()
         while index < end:
             tile = self.tile_at(cutlass.min(index, num_steps - 1), rank, args, ptx.load_global)
+            if const_expr(self.awaits_rows):
+                if tile.expert != awaited:
+                    exchange.await_rows(self.ranks, args.control, tile.expert, lane)
+                    awaited = tile.expert
             gX = cute.local_tile(
                 cute.domain_offset((tile.first_row, 0), mX), (self.tile_n, self.token_k), (0, None)
             )
@@ -336,6 +345,10 @@ class GroupedGemm:
                         if k_stage == 0:
                             self.write_tile(shared.ring + slot * 32, tile)
                         self.load_weights(tile, k_stage, stage, policy, shared, args)
+                    if const_expr(self.awaits_rows):
+                        # release: what await_rows has learnt, to the math warps, which read the
+                        # rows' scales
+                        cute.arch.mbarrier_arrive(full)
                     for i in cutlass.range_constexpr(self.stage_blocks_sf):
                         # Beyond K the tokens are zeros and any scale does.
                         block32 = cutlass.min(

@@ -92,6 +92,8 @@ class Launch:
         self.after: list[Launch] = []
         self.horizon = np.zeros(1, np.int64)
         self.started = self.complete = False
+        #: What its threads, and those of the grids before, have learnt of other ranks.
+        self.learnt: View | None = None
         # The kernel's parameters live at an address of this process, as descriptors must.
         self.params = np.zeros(self.entry.param_bytes + 64, np.uint8)
         self.align = -self.params.ctypes.data % 64
@@ -116,6 +118,19 @@ class Launch:
             stream = launch.base >> STREAM_SHIFT
             self.horizon[stream] = max(self.horizon[stream], launch.end_uid)
         self.horizon[self.base >> STREAM_SHIFT] = self.first_uid
+
+    def end(self) -> None:
+        """Every CTA has ended: what they have learnt of other ranks goes on to the grids behind."""
+        self.complete = True
+        self.learnt = None if self.before is None else self.before.learnt
+        stream = self.base >> STREAM_SHIFT
+        for cta in self.ctas:
+            for view in cta.clock.views.values():
+                other = {u: c for u, c in view.other.items() if u >> STREAM_SHIFT != stream}
+                if other:
+                    nothing = cta.clock.nothing()
+                    view = View(view.uid, nothing.own, nothing.fenced, other, nothing.horizon)
+                    self.learnt = view if self.learnt is None else self.learnt.joined(view)
 
     @property
     def end_uid(self) -> int:

@@ -132,6 +132,10 @@ class EmulatedLaunch:
             name: (ws.base_address + region.offset, region.nbytes)
             for name, region in layout.regions(problem, weights.operand).items()
         }
+        #: Workspaces of ranks in other processes: nobody keeps count of writes from there.
+        self.others = [] if ws.symmetric is None else ws.symmetric.others
+        if self.others:
+            emulator.machine.is_shared = True
         self.error = ws.error_address
         self.fixed = {**weights.tensors, "load": weights.topology.load}
 
@@ -140,9 +144,12 @@ class EmulatedLaunch:
         memory, rank = self.emulator.machine.memory, self.emulator.rank
         if args[_STAGES] & layout.STAGE_DISPATCH:
             # A round begins: nothing that a call before has left behind may be read.
+            for number, (address, size) in enumerate(self.others):
+                memory.add(f"another rank ({number})", address, size, written=True)
             for name, (address, size) in self.regions.items():
+                elsewhere = bool(self.others) and name in layout.PEER_WRITTEN
                 memory.add(
-                    name, address, size, written=name == "control",
+                    name, address, size, written=name == "control" or elsewhere,
                     granule=1 if name in _BYTEWISE else 4, rank=rank if name in _PRIVATE else None,
                 )  # fmt: skip
         for name, tensor in self.fixed.items():

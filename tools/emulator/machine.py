@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 
 from moe_ep_jit.tools.emulator import memory as mem
-from moe_ep_jit.tools.emulator.clocks import STREAM_SHIFT, View
+from moe_ep_jit.tools.emulator.clocks import STREAM_SHIFT, View, describe
 from moe_ep_jit.tools.emulator.cta import CTA
 from moe_ep_jit.tools.emulator.fault import DeadlockFault, Fault
 from moe_ep_jit.tools.emulator.launches import Event, Kernel, Launch, Request, Stream
@@ -37,6 +38,9 @@ class Machine:
         self.changes = 0  # what anybody has done that another could notice
         self.time, self.timer_read = 0, False  # %globaltimer; whether anybody read it since
         self._leap = STEP_NS
+        #: Whether other processes write to this memory: then time is the clock's, and who waits
+        #: for them is no deadlock.
+        self.is_shared = False
         self.tracer: Callable[[Threads, int, Any], None] | None = None
 
     def choose(self, count: int) -> int:
@@ -50,7 +54,7 @@ class Machine:
     def timer(self) -> int:
         """%globaltimer in ns. It stands still while nothing changes, so that spinning shows."""
         self.timer_read = True
-        return self.time
+        return time.monotonic_ns() if self.is_shared else self.time
 
     def descriptor(self, address: int) -> bytes:
         """The 64 bytes of a TMA descriptor among a grid's parameters."""
@@ -62,6 +66,14 @@ class Machine:
                 at = launch.align + address - begin
                 return launch.params[at : at + 64].tobytes()
         raise Fault(f"a TMA descriptor at {address:#x}, which is no kernel parameter")
+
+    def is_foreign(self, record: int, rank: int) -> bool:
+        """Whether another rank's thread left a record."""
+        uid, _ = describe(record)
+        owners = (
+            launch.rank for launch in self.launches if launch.first_uid <= uid < launch.end_uid
+        )
+        return next(owners, rank) != rank
 
     def writer(self, uid: int, thread: int) -> str:
         for launch in self.launches:
@@ -148,6 +160,9 @@ class Machine:
         elif not moved:
             if self.under_way:
                 self._land(self.under_way.pop(self.choose(len(self.under_way))))
+            elif self.is_shared:
+                time.sleep(1e-3)
+                self.changes += 1  # perhaps, by another process: ask again
             elif self.timer_read:
                 # Whoever still runs asks for the time again and again: let waits run out.
                 self._pass_time(self._leap)
@@ -196,7 +211,8 @@ class Machine:
             for copy in [c for c in self.under_way if c.cta in mine]:
                 self.under_way.remove(copy)
                 self._land(copy)
-            launch.complete = moved = True
+            launch.end()
+            moved = True
             self.changes += 1
         return moved
 

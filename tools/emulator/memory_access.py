@@ -191,7 +191,7 @@ class MemoryAccess:
         found = places(base, offset, unit * len(values), lanes, f"st.{space}")
         self.cta.machine.changes += 1
         for part, offsets, at in found:
-            tids = self.tids[lanes[at]] if not everyone or at != slice(None) else self.tids
+            tids = self.tids if everyone and isinstance(at, slice) else self.tids[lanes[at]]
             if space == "global":
                 self.check_global_write(part, offsets, tids)
                 if order:

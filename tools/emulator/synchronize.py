@@ -254,7 +254,10 @@ class Synchronize:
             self.wait = ("grid", self.cta.launch)
             return False
         self.wait = None
-        self.cta.clock.see_grids(tids, self.cta.launch.horizon)
+        launch = self.cta.launch
+        self.cta.clock.see_grids(tids, launch.horizon)
+        if launch.before is not None and launch.before.learnt is not None:
+            self.cta.clock.acquire(tids, launch.before.learnt)
         return True
 
     def launch_dependents(self, mask: Any) -> None:

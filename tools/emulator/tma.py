@@ -225,21 +225,44 @@ def _tile_reader(cta: Any, tid: int, d: Descriptor, coords: list[int], dst: int)
         at += position * step
     base = dst & 0xFFFFFF
     offsets = swizzled(base + linear, d.swizzle) - base
-    part, live = None, at[inside]
+    part, live, early = None, at[inside], None
     if len(live):
         low, high = int(live.min()), int(live.max()) + 16
         part = cta.machine.memory.at(low, high - low, "TMA load", cta.launch.rank)
         live = live - part.base
-        check_order(cta, tid, part, live)
+        early = _from_peers(cta, tid, part, live)
+        check_order(cta, tid, part, live if early is None else live[~early])
 
     def read() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         data = np.zeros((len(linear), 2), np.uint64)
         valid = np.full((len(linear), 16), WRITTEN, np.uint8)
         if part is not None:
             data[inside], valid[inside] = _read(part, live)
+            if early is not None:
+                lost = np.flatnonzero(inside)[early]
+                data[lost], valid[lost] = ~np.uint64(0), POISON
         return data, valid, offsets
 
     return read
+
+
+def _from_peers(cta: Any, tid: int, part: Memory, offsets: np.ndarray) -> np.ndarray | None:
+    """Which pieces of a tile another rank may still be writing; None: none.
+
+    A tile may reach beyond its live rows into those that have not arrived yet: they come as NaN.
+    """
+    records = part.records_at(offsets, 16)
+    if records is None or cta.clock.hidden(np.full(len(offsets), tid), records, True) is None:
+        return None
+    one = np.array([tid])
+    early = np.zeros(len(offsets), bool)
+    for place in range(len(offsets)):
+        hidden = cta.clock.hidden(one, records[place : place + 1], True)
+        if hidden is not None:
+            _, record, lacks_fence = hidden
+            foreign = cta.machine.is_foreign(record, cta.launch.rank)
+            early[place] = foreign and not lacks_fence
+    return early
 
 
 @cache
