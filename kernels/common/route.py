@@ -107,7 +107,8 @@ class Route:
             counts[i] = Int16(0)
         # The call before may still read the regions that are written below.
         cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
+        if const_expr(self.ranks is None):
+            cute.arch.griddepcontrol_launch_dependents()
         if chunk == 0 and thread == 0:
             self.enter(args)
         cute.arch.sync_threads()
@@ -243,6 +244,8 @@ class Route:
             if not exchange.has_failed(control):
                 self.compare(control, recv_rows, exchange.count_slot(ranks, epoch, thread), thread)
         cute.arch.sync_threads()
+        # Not before: dispatch's CTAs would hold the GPU while this one waits for other ranks.
+        cute.arch.griddepcontrol_launch_dependents()
         for e in cutlass.range(thread, self.num_experts, self.threads):
             total, before = Int32(0), Int32(0)
             for source in cutlass.range(ranks.num_ranks, unroll=4):
