@@ -216,12 +216,15 @@ class Route:
         mine = exchange.count_slot(ranks, epoch, rank)
         for e in cutlass.range(thread, self.num_experts, self.threads):
             ptx.store(Int32, exchange.place(ranks, control, "arrived", e), Int32(0))
-        for i in cutlass.range(thread, ranks.num_ranks * self.num_experts, self.threads):
+        # A rank that has failed leaves its peers alone: they may not have read an older post yet.
+        failed = exchange.has_failed(control)
+        num_counts = select_(failed, Int32(0), Int32(ranks.num_ranks * self.num_experts))
+        for i in cutlass.range(thread, num_counts, self.threads):
             peer = i // self.num_experts
             expert = i - peer * self.num_experts
             to = exchange.count_at(ranks, control, mine, expert)
             ptx.store(Int32, to + exchange.delta(ranks, control, peer), rows[expert])
-        if thread < ranks.num_ranks:
+        if (thread < ranks.num_ranks) & (not failed):
             there = exchange.delta(ranks, control, thread)
             header = exchange.place(ranks, control, "headers", mine * layout.HEADER_WORDS) + there
             ptx.store(Int32, header + layout.HEADER_SIGNATURE * 4, Int32(self.signature))
@@ -233,7 +236,7 @@ class Route:
             ptx.store(Int32, exchange.place(ranks, control, "expects", thread), sent)
         cute.arch.sync_threads()
         if thread < ranks.num_ranks:
-            if not exchange.has_failed(control):
+            if not failed:
                 flag = exchange.place(ranks, control, "count_flags", rank)
                 # release: this rank's counts and header, and that its receive and combine regions
                 # are free (this grid came after the combine before), to the wait below, over there
