@@ -83,9 +83,11 @@ def moe_forward(
     config        a rung of ``variants.ladder``; None: chosen from the number of tokens. The
                   reference has none and looks at none
 
-    With several ranks every rank calls, with 0 tokens too, and waits on the host for the others;
-    a BlockScaled x must be what crosses the wire (``problem.payload``), and temporaries, a few
-    times the result in size, come from torch's allocator.
+    With several ranks every rank calls, with 0 tokens too. With transport "collective" it waits on
+    the host for the others, a BlockScaled x must be what crosses the wire (``problem.payload``),
+    and temporaries, a few times the result in size, come from torch's allocator. With "symm" the
+    kernels wait, and what they find wrong (too many rows, another layer on another rank, a rank
+    that does not come) makes the result NaN and the next call, or ``ws.check()``, raise.
 
     A live row whose ids are all -1 is zero. Runs on ``torch.cuda.current_stream`` of the tensors'
     device, waits for nothing, allocates nothing; capturable once ``warmup`` has run.

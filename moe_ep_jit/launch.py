@@ -178,9 +178,9 @@ def warmup(
              as "mxfp8"; else these alone
     x_kinds  what x will be: "bf16", and "mxfp8" or "nvfp4" for ``BlockScaled``
     configs  None: every rung of the ladder (``variants.ladder``)
-    Runs nothing on the GPU; compiles nothing where the reference serves. With several ranks x_kinds
-    is what crosses the wire, whatever is passed, and every rank calls: they leave together, however
-    long one compiles (up to the group's own timeout).
+    Runs nothing on the GPU; compiles nothing where the reference serves. With several ranks
+    every rank calls, and they leave together, however long one compiles (up to the group's own
+    timeout); with transport "collective" x_kinds is what crosses the wire, whatever is passed.
     ValueError, TypeError: a mistake of the caller. RuntimeError: a closed workspace, a cache folder
     that others can write, a library that is missing, kernels to load while a graph is captured.
     """

@@ -151,10 +151,7 @@ class Symmetric:
         control[layout.CONTROL_FAILED] = 0
 
     def _rendezvous(self, peers: Peers) -> list[int]:
-        symmetric_memory = _module()
-        # Multicast is of no use here, and a rank that fails with it takes the others along.
-        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-        self._handle = symmetric_memory.rendezvous(self.tensor, peers.group)
+        self._handle = _module().rendezvous(self.tensor, peers.group)
         pointers = self._handle.buffer_ptrs
         offset = self.tensor.data_ptr() - pointers[peers.rank]
         return [pointer + offset for pointer in pointers]
@@ -169,6 +166,8 @@ class Symmetric:
 
 
 def _module() -> Any:
+    # Before torch asks. Multicast is of no use here, and where it fails it takes other GPUs along.
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     import torch.distributed._symmetric_memory as symmetric_memory
 
     return symmetric_memory

@@ -7,11 +7,13 @@ import re
 
 import pytest
 import rank_symm as cases
+import torch
 from rank_cases import draw_round, make_problem
 from rank_pool import Pool
 from symm_inside import Ranks
 
-from moe_ep_jit import entries
+import moe_ep_jit as moe
+from moe_ep_jit import entries, layout
 from moe_ep_jit.symmetric import check_problems
 from moe_ep_jit.tools.emulator import layer
 from moe_ep_jit.tools.emulator.fault import Fault
@@ -193,6 +195,24 @@ def test_rows_that_do_not_come_end_in_an_error_and_nan(monkeypatch):
         ) as error:
             ranks.workspaces[rank].check()
         assert re.search(r"flag arrived\[\d\]: expected [1-9]\d*, seen 0\)", str(error.value))
+
+
+def test_a_failed_rank_that_runs_on_leaves_its_peers_alone():
+    """Its host may have launched more before it hears: a late peer still reads an older post."""
+    ranks = Ranks(2, "mxfp8", 8, timeout=0.01)
+    inputs = draw_round(ranks.problem, 1, "uniform", sizes=[8, 8])
+    ranks.forward(inputs)
+    late = ranks.workspaces[1].control()
+    first, count = layout.exchange_parts(2)["counts"]
+    odd = late[first : first + count].view(2, 2, -1)[1].clone()  # of epoch 1, by source
+    with layer.together(*ranks.emulators):
+        for seed in (2, 3):  # epochs 2 and 3
+            x, ids, topk_weights = draw_round(ranks.problem, seed, "uniform", sizes=[8, 8])[0]
+            y = moe.moe_forward(
+                x, ids, topk_weights, ranks.weights[0], ranks.workspaces[0], config=ranks.configs[0]
+            )
+    assert y.isnan().all()
+    assert torch.equal(late[first : first + count].view(2, 2, -1)[1], odd)
 
 
 #: What orders ranks, as PTX -> without it.

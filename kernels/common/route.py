@@ -108,7 +108,8 @@ class Route:
             counts[i] = Int16(0)
         # The call before may still read the regions that are written below.
         cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
+        if const_expr(self.ranks is None):
+            cute.arch.griddepcontrol_launch_dependents()
         if chunk == 0 and thread == 0:
             self.enter(args)
         cute.arch.sync_threads()
@@ -219,12 +220,15 @@ class Route:
         mine = exchange.count_slot(ranks, epoch, rank)
         for e in cutlass.range(thread, self.num_experts, self.threads):
             ptx.store(Int32, exchange.place(ranks, control, "arrived", e), Int32(0))
-        for i in cutlass.range(thread, ranks.num_ranks * self.num_experts, self.threads):
+        # A rank that has failed leaves its peers alone: they may not have read an older post yet.
+        failed = exchange.has_failed(control)
+        num_counts = select_(failed, Int32(0), Int32(ranks.num_ranks * self.num_experts))
+        for i in cutlass.range(thread, num_counts, self.threads):
             peer = i // self.num_experts
             expert = i - peer * self.num_experts
             to = exchange.count_at(ranks, control, mine, expert)
             ptx.store(Int32, to + exchange.delta(ranks, control, peer), rows[expert])
-        if thread < ranks.num_ranks:
+        if (thread < ranks.num_ranks) & (not failed):
             there = exchange.delta(ranks, control, thread)
             header = exchange.place(ranks, control, "headers", mine * layout.HEADER_WORDS) + there
             ptx.store(Int32, header + layout.HEADER_SIGNATURE * 4, Int32(self.signature))
@@ -236,7 +240,7 @@ class Route:
             ptx.store(Int32, exchange.place(ranks, control, "expects", thread), sent)
         cute.arch.sync_threads()
         if thread < ranks.num_ranks:
-            if not exchange.has_failed(control):
+            if not failed:
                 flag = exchange.place(ranks, control, "count_flags", rank)
                 # release: this rank's counts and header, and that its receive and combine regions
                 # are free (this grid came after the combine before), to the wait below, over there
@@ -247,6 +251,8 @@ class Route:
             if not exchange.has_failed(control):
                 self.compare(control, recv_rows, exchange.count_slot(ranks, epoch, thread), thread)
         cute.arch.sync_threads()
+        # Not before: dispatch's CTAs would hold the GPU while this one waits for other ranks.
+        cute.arch.griddepcontrol_launch_dependents()
         for e in cutlass.range(thread, self.num_experts, self.threads):
             total, before = Int32(0), Int32(0)
             for source in cutlass.range(ranks.num_ranks, unroll=4):
