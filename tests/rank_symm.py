@@ -173,6 +173,7 @@ def overflow(env):
     lost = bool(y.isnan().all())
     views = ws.views()
     untouched = all(bool((views[name].view(torch.uint8) == 0xFF).all()) for name in ("recv_x", "y"))
+    untouched &= not shard.topology.load.any()
     error = caught(moe.moe_forward, *inputs[env.rank], shard, ws, config=config)
     checked = caught(ws.check)
     ws.reset()
@@ -215,6 +216,7 @@ def refused(env):
         "reference": {"backend": "reference"} if second else {},
         "operand": {"operand": "bf16"} if second else {},
         "wire": {"facts": {"act": "bf16", "wire": "mxfp8"}},
+        "combine_wire": {"facts": {"combine_wire": "mxfp8"}},
     }.items():
         found[name] = caught(build_workspace, **options)
     found["files"] = shared_files() - before
@@ -240,6 +242,51 @@ def cold(env):
     finally:
         ladder.ladder = whole
     return right
+
+
+def topology(env):
+    """Four logical experts in six places: results are those of the four, and rows are counted."""
+    done, group = {}, env.groups["all"]
+    logical = make_problem(env.size, num_experts=4, top_k=2, max_tokens=8)
+    w13, w2, _ = source_weights(logical)
+    problem = logical.with_(num_experts=6)
+    alone = logical.with_(num_ranks=1, max_tokens=8 * env.size)
+    first, second = [0, 1, 2, 3, 1, 0], [3, 3, 2, 1, 1, 0]
+    own, later = (held[3 * env.rank :][:3] for held in (first, second))
+    shard = moe.prepare_weights(w13[own], w2[own], problem, rank=env.rank, backend="emulator")
+    config = rung(shard, 8)
+    full = Alone(moe.prepare_weights(w13, w2, alone, backend="emulator"), config)
+    inputs = draw_round(logical, 13, "skips", sizes=[8, 5])
+    ids = inputs[env.rank][1]
+    counts = torch.bincount(ids[(ids >= 0) & (ids < 4)], minlength=4)
+    ws = workspace(env, "all", shard)
+    moe.warmup(ws, shard, configs=[config])
+
+    def counted(times):
+        load = shard.topology.snapshot()
+        physical = shard.topology.physical_ids(ids, env.rank, 8)
+        places = torch.bincount(physical[physical >= 0], minlength=6)
+        return torch.equal(load.physical, places * times) and torch.equal(
+            load.logical, counts * times
+        )
+
+    moe.update_topology(ws, shard, first)
+    for turn in (1, 2):
+        y = moe.moe_forward(*inputs[env.rank], shard, ws, config=config)
+        done["first", turn] = torch.equal(y, full.rows(inputs, env.rank))
+        done["load", turn] = counted(turn)
+    wrong = caught(moe.update_topology, ws, shard, second[1:] if env.rank else second)
+    done["refused"] = "nothing has changed on any rank" in wrong[1] or env.rank == 1
+    done["refused"] &= wrong[0] == "ValueError" and counted(2)
+    moe.update_topology(ws, shard, second, w13[later], w2[later])
+    y = moe.moe_forward(*inputs[env.rank], shard, ws, config=config)
+    done["second"] = torch.equal(y, full.rows(inputs, env.rank)) and counted(1)
+    moved = caught(ws.update_topology, group)
+    done["group"] = moved[0] == "ValueError" and "close this and build anew" in moved[1]
+    y = moe.moe_forward(*inputs[env.rank], shard, ws, config=config)
+    done["still"] = torch.equal(y, full.rows(inputs, env.rank))
+    ws.close()
+    return done
 
 
 def late(env, seconds):
@@ -340,7 +387,17 @@ def fleet(env):
         back = few.combine(few.dispatch(x))
         times = ((ids >= 0) & (ids < problem.num_experts)).sum(1, keepdim=True)
         done["num_tokens"] = torch.equal(back[:2], (x.float() * times).bfloat16()[:2])
-    done["closed"] = "fleet: it is closed" in caught(handle.dispatch, x)[1]
+        own.update_topology([0, 1, 2, 3, 1, 0])
+        few = ids.clamp(max=3)
+        h = own.handle(few)
+        back = h.combine(h.dispatch(x))
+        done["map"] = torch.equal(back, (x.float() * (few >= 0).sum(1, keepdim=True)).bfloat16())
+        counts = torch.bincount(few[few >= 0], minlength=4)
+        done["load"] = torch.equal(own.topology.snapshot().logical, counts)
+        done["void"] = "has moved the experts since" in caught(handle.dispatch, x)[1]
+        moved = caught(own.update_topology, None, group=group)
+        done["group"] = moved[0] == "ValueError" and "close this and build anew" in moved[1]
+    done["closed"] = "fleet: it is closed" in caught(h.dispatch, x)[1]
     for wire in ("mxfp8", "nvfp4"):
         with moe.create_fleet(problem.with_(wire=wire), group, "symm", **EMULATOR) as quantized:
             h = quantized.handle(ids)

@@ -61,6 +61,11 @@ def test_fleet_serves_own_experts(pair):
         assert all(done.values()), done
 
 
+def test_experts_move_and_rows_are_counted(pair):
+    for done in pair.run(cases.topology):
+        assert all(done.values()), done
+
+
 def test_overflow_is_the_same_error_on_every_rank_before_a_row_moves(pair):
     for error, checked, lost, untouched, right, closing in pair.run(cases.overflow):
         assert error[0] == "RuntimeError"
@@ -94,6 +99,7 @@ def test_what_does_not_fit_is_refused_on_every_rank(pair):
             "reference": ("RuntimeError", "rank 1: the reference runs on cpu"),
             "operand": ("ValueError", "operands: expected the same on every rank, got ['e4m3'] on"),
             "wire": ("ValueError", 'pass transport="collective"'),
+            "combine_wire": ("ValueError", 'combine_wire: expected "bf16" with transport="symm"'),
         }.items():
             assert found[name][0] == kind, found[name]
             assert text in found[name][1]
