@@ -334,7 +334,8 @@ def bad_arguments(env):
         "transport": caught(moe.Workspace, problem, group, device="cpu", transport="nccl"),
         "symm": caught(moe.Workspace, problem, group, device="cpu", transport="symm"),
         "timeout": caught(moe.Workspace, problem, group, device="cpu", timeout=-1),
-        "fleet": caught(moe.create_fleet, problem, group, "symm", device="cpu"),
+        "fleet": caught(moe.create_fleet, problem, group, "nccl", device="cpu"),
+        "symm fleet": caught(moe.create_fleet, problem, group, "symm", device="cpu"),
         "mixed": caught(moe.Workspace, [problem, make_problem(2)], group, device="cpu"),
         "stranger": caught(
             moe.Workspace,

@@ -119,8 +119,9 @@ def test_what_does_not_fit_is_said(ranks):
         for name in ("transport", "fleet"):
             assert found[name][0] == "ValueError"
             assert 'transport: expected "collective"' in found[name][1]
-        assert found["symm"][0] == "RuntimeError"
-        assert 'on a CPU backend="emulator"' in found["symm"][1]
+        for name in ("symm", "symm fleet"):
+            assert found[name][0] == "RuntimeError"
+            assert 'on a CPU backend="emulator"' in found[name][1]
         assert found["timeout"][1].startswith("timeout: expected seconds")
         assert "expected one num_ranks for all layers, got [2, 4]" in found["mixed"][1]
         assert found["stranger"][0] == "ValueError"
