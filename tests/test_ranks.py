@@ -105,11 +105,11 @@ def test_what_does_not_fit_is_said(ranks):
         assert f"rank {rank}, got rank {(rank + 1) % 4}; pass rank=" in message
         assert "expected num_ranks=2 ranks, got a group of 4" in found["size"][1]
         assert "expected num_ranks=1 ranks, got a group of 4" in found["one"][1]
-        for name in ("transport", "fleet"):
-            assert found[name][0] == "ValueError"
-            assert 'transport: expected "collective"' in found[name][1]
-        assert found["symm"][0] == "RuntimeError"
-        assert 'on a CPU backend="emulator"' in found["symm"][1]
+        assert found["transport"][0] == "ValueError"
+        assert 'transport: expected "collective"' in found["transport"][1]
+        for name in ("symm", "fleet"):
+            assert found[name][0] == "RuntimeError"
+            assert 'on a CPU backend="emulator"' in found[name][1]
         assert found["timeout"][1].startswith("timeout: expected seconds")
         assert "expected one num_ranks for all layers, got [2, 4]" in found["mixed"][1]
         assert found["stranger"][0] == "ValueError"
