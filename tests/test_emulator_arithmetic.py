@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from emulator_cases import aligned, run
 
-from moe_ep_jit.tools.emulator import floats
+from moe_ep_jit.tools.emulator import floats, wgmma
 
 F32, U32 = np.float32, np.uint32
 
@@ -189,3 +189,19 @@ def test_a_nan_that_arithmetic_gives_is_the_positive_one(instruction, a, b):
         32, out,
     )  # fmt: skip
     assert out[0] == 0x7FFFFFFF
+
+
+@pytest.mark.parametrize(("kind", "k"), [("e4m3", 32), ("bf16", 16), ("f16", 16)])
+def test_a_sum_of_wgmma_does_not_depend_on_the_tile_around_it(kind, k):
+    """Else rungs would not agree bit for bit, as they do on the GPU."""
+    dtype = {"e4m3": ml_dtypes.float8_e4m3fn, "bf16": ml_dtypes.bfloat16, "f16": np.float16}[kind]
+    a = (np.random.randn(256, k) * 2.0 ** np.random.randint(-6, 6, (256, k))).astype(dtype)
+    b = np.random.randn(192, k).astype(dtype)
+    a, b = a.astype(F32), b.astype(F32)
+    whole = wgmma._times(a, b.T)
+    exact = [[sum(map(Fraction, (x * y).tolist())) for y in b[:4].astype(float)] for x in
+             a[:16].astype(float)]  # fmt: skip
+    assert (whole[:16, :4] == np.array(exact, float).astype(F32)).all()
+    for rows in (64, 128, 192, 256):
+        for n in (8, 16, 24, 40, 64, 80, 96, 128, 160):
+            assert (wgmma._times(a[-rows:], b[:n].T) == whole[-rows:, :n]).all()

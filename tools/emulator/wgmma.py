@@ -292,12 +292,16 @@ def swizzled(offsets: np.ndarray, width: int) -> np.ndarray:
 
 
 def _times(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """A product in pieces for which a BLAS library starts no threads: starting them costs more."""
-    out = np.empty((len(a), b.shape[1]), np.float32)
+    """A product whose sums are rounded to fp32 once, so that they do not depend on the shape.
+
+    In pieces for which a BLAS library starts no threads: starting them costs more.
+    """
+    a, b = a.astype(np.float64), b.astype(np.float64)
+    out = np.empty((len(a), b.shape[1]))
     step = max(_ONE_THREAD // b.size // 16 * 16, 16)
     for first in range(0, len(a), step):
         np.matmul(a[first : first + step], b, out=out[first : first + step])
-    return out
+    return out.astype(np.float32)
 
 
 def _fragment_a(registers: np.ndarray, kind: str) -> np.ndarray:
