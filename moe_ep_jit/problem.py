@@ -96,7 +96,8 @@ class Problem:
     wire, combine_wire    payload between ranks: "auto" follows ``act``; else "bf16" (rounded to
                           ``act`` on arrival), or with act="bf16" also "mxfp8" or "nvfp4" (what
                           arrives is what the experts read). combine carries "bf16", or "mxfp8":
-                          half the bytes, 2.7 % more error (``reference.carried``)
+                          half the bytes, 2.7 % more error (``reference.carried``). Both
+                          keep their defaults where kernels carry rows (transport "symm")
     activation            the gated activation and its constants
     bias                  True: both GEMMs add a bias (gpt-oss)
     max_recv_rows         bound on the rows a rank receives in one call; None: the worst case,
