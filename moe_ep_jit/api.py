@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from moe_ep_jit import formats, layout, reference
-from moe_ep_jit.formats import BlockScaled
-from moe_ep_jit.launch import SLOT, Binding, Launch, accepts, bind, warmup, x_kind_of
+from moe_ep_jit.formats import BlockScaled, check_rows
+from moe_ep_jit.launch import SLOT, Binding, Launch, accepts, bind, check_config, warmup, x_kind_of
 from moe_ep_jit.problem import Problem, check, check_problem
 from moe_ep_jit.transport import Route
 from moe_ep_jit.weights import PreparedWeights, check_prepared
@@ -90,7 +90,8 @@ def moe_forward(
     that does not come) makes the result NaN and the next call, or ``ws.check()``, raise.
 
     A live row whose ids are all -1 is zero. Runs on ``torch.cuda.current_stream`` of the tensors'
-    device, waits for nothing, allocates nothing; capturable once ``warmup`` has run.
+    device, waits for nothing, allocates nothing (with a map of experts: a few temporaries from
+    torch's allocator); capturable once ``warmup`` has run.
     ValueError, TypeError: a mistake of the caller, nothing has changed. RuntimeError: a closed
     workspace, one that two streams used at once, kernels missing under a capture, a rank that did
     not come within the workspace's timeout.
@@ -118,6 +119,7 @@ def moe_forward(
         return result
 
     if ws.exchange is not None:
+        _check_local_config(config, binding, ws)
         route, rows = _send(x, topk_ids, num_tokens, binding, ws, weights)
         ones = _ones(route)
         y = moe_forward(rows, route.expert_ids, ones, binding.local, ws.local, config=config)
@@ -188,6 +190,7 @@ def dispatch(
         _put_input(args, x, topk_ids, tokens, num_tokens)
         _run(launch, args, layout.STAGE_DISPATCH, ws, x, topk_ids, num_tokens)
     elif ws.exchange is not None:
+        _check_local_config(config, binding, ws)
         route, rows = _send(x, topk_ids, num_tokens, binding, ws, weights)
         dispatch(rows, route.expert_ids, ws.local, binding.local, config=config)
     else:
@@ -331,6 +334,14 @@ def _send(
     return route, ws.exchange.dispatch(route, x)
 
 
+def _check_local_config(config: Any, binding: Binding, ws: Workspace) -> None:
+    """Refuse or load a rung that the caller chose, before the other ranks count on this one."""
+    if config is not None and ws.local.arch is not None:
+        check_config(ws.local.arch, config)
+        local = bind(ws.local, binding.local)
+        local.rung(ws.local, binding.local, binding.problem.payload, config)
+
+
 def _ones(route: Route) -> torch.Tensor:
     """Weights of the local layer: a received row is its own token, weighted where it came from."""
     return torch.ones(route.expert_ids.shape, device=route.expert_ids.device)
@@ -369,7 +380,7 @@ def _check_x(x: torch.Tensor | BlockScaled, binding: Binding, ws: Workspace) -> 
             f"x: expected at most max_recv_rows={problem.recv_rows} rows of (token, k), got "
             f"{tokens * problem.top_k} for {tokens} tokens; raise it, or split the batch"
         )
-    _check_rows("x", data, tokens)
+    check_rows("x", data, tokens)
     return tokens
 
 
@@ -394,24 +405,6 @@ def _check_x_form(x: torch.Tensor | BlockScaled, problem: Problem) -> None:
         raise ValueError(
             f"x: expected [tokens, hidden={problem.hidden}], got {list(shape)}; flatten leading "
             "dimensions with x.reshape(-1, x.shape[-1])"
-        )
-
-
-def _check_rows(name: str, rows: torch.Tensor, num_rows: int) -> None:
-    """Rows that 16-byte accesses can walk: x, its data, or out."""
-    if num_rows == 0:
-        return
-    row_stride, stride = rows.stride()
-    if stride != 1:
-        raise ValueError(
-            f"{name}: expected elements of a row next to each other (inner stride 1), got stride "
-            f"{stride}; pass {name}.contiguous()"
-        )
-    if rows.data_ptr() % 16 or (num_rows > 1 and row_stride * rows.itemsize % 16):
-        raise ValueError(
-            f"{name}: expected rows on 16-byte boundaries (row stride a multiple of "
-            f"{16 // rows.itemsize}), got address {rows.data_ptr():#x}, row stride {row_stride}; "
-            f"pass {name}.clone(memory_format=torch.contiguous_format)"
         )
 
 
@@ -459,7 +452,7 @@ def _check_out(out: torch.Tensor, tokens: int, problem: Problem, ws: Workspace) 
         raise ValueError(_device_message("out", out, ws))
     if out.requires_grad:
         raise ValueError(_grad_message("out"))
-    _check_rows("out", out, tokens)
+    check_rows("out", out, tokens)
     if tokens > 1 and out.stride(0) < problem.hidden:
         raise ValueError(
             f"out: expected rows that do not overlap (row stride at least {problem.hidden}), got "

@@ -8,7 +8,7 @@ from types import TracebackType
 import torch
 
 from moe_ep_jit import reference, variants
-from moe_ep_jit.formats import BlockScaled
+from moe_ep_jit.formats import BlockScaled, check_rows
 from moe_ep_jit.problem import Problem, check, check_problem
 from moe_ep_jit.symmetric_exchange import SymmetricExchange
 from moe_ep_jit.topology import Topology, agree, checked_map, map_facts
@@ -191,7 +191,11 @@ class Fleet:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.close()
+        try:
+            self.close()
+        except RuntimeError:  # what the body met comes first
+            if error is None:
+                raise
 
     def _open(self) -> Exchange:
         if self._exchange is None:
@@ -228,7 +232,8 @@ class Handle:
 
         Rounded once, before the wire, to ``problem.payload``: bf16, or BlockScaled in it. An x that
         is BlockScaled in it goes as it is. The result is a view that dies with the fleet's next
-        dispatch. ValueError, TypeError for another x; RuntimeError for a rank that does not come.
+        dispatch, and over symmetric memory with a combine that is not the first after this.
+        ValueError, TypeError for another x; RuntimeError for a rank that does not come.
         """
         fleet, exchange = self._open()
         problem = fleet.problem
@@ -247,8 +252,8 @@ class Handle:
             f"x: expected [tokens={self._tokens}, hidden={problem.hidden}], got {list(x.shape)}; "
             "pass the tokens that the handle's topk_ids route",
         )
-        if isinstance(x, torch.Tensor) and x.stride(1) != 1:
-            x = x.contiguous()
+        if isinstance(x, torch.Tensor):
+            x = _walkable(x)
         return exchange.dispatch(self._route, x)
 
     def combine(
@@ -289,9 +294,16 @@ class Handle:
         fleet._check_device("out", out)
         check(
             out.dim() == 2 and len(out) >= tokens and out.shape[1] == hidden,
-            f"out: expected [at least tokens={tokens}, hidden={hidden}], got {list(out.shape)}",
+            f"out: expected [at least tokens={tokens}, hidden={hidden}], got {list(out.shape)}; "
+            "pass a larger buffer",
         )
-        exchange.combine(self._route, y.contiguous(), topk_weights, out)
+        check_rows("out", out, tokens)
+        check(
+            tokens < 2 or out.stride(0) >= hidden,
+            f"out: expected rows that do not overlap (row stride at least {hidden}), got row "
+            f"stride {out.stride(0)}; pass a buffer that is not expanded",
+        )
+        exchange.combine(self._route, _walkable(y), topk_weights, out)
         return out
 
     def close(self) -> None:
@@ -307,6 +319,13 @@ class Handle:
                 "every rank"
             )
         return self._fleet, self._fleet._open()
+
+
+def _walkable(rows: torch.Tensor) -> torch.Tensor:
+    """bf16 [rows, hidden] in one piece, on 16 bytes: ``rows`` itself where it is so."""
+    if rows.is_contiguous() and rows.data_ptr() % 16 == 0:
+        return rows
+    return rows.clone(memory_format=torch.contiguous_format)
 
 
 def _check_bf16(name: str, tensor: object) -> None:

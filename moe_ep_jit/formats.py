@@ -473,6 +473,24 @@ def _format(fmt: Format | str) -> Format:
     return MXFP8 if fmt == MXFP8 else NVFP4
 
 
+def check_rows(name: str, rows: torch.Tensor, num_rows: int) -> None:
+    """ValueError unless 16-byte accesses can walk the rows of a tensor called ``name``."""
+    if num_rows == 0:
+        return
+    row_stride, stride = rows.stride()
+    if stride != 1:
+        raise ValueError(
+            f"{name}: expected elements of a row next to each other (inner stride 1), got stride "
+            f"{stride}; pass {name}.contiguous()"
+        )
+    if rows.data_ptr() % 16 or (num_rows > 1 and row_stride * rows.itemsize % 16):
+        raise ValueError(
+            f"{name}: expected rows on 16-byte boundaries (row stride a multiple of "
+            f"{16 // rows.itemsize}), got address {rows.data_ptr():#x}, row stride {row_stride}; "
+            f"pass {name}.clone(memory_format=torch.contiguous_format)"
+        )
+
+
 def _check_tensor(what: str, value: object) -> None:
     if not isinstance(value, torch.Tensor):
         raise TypeError(

@@ -60,8 +60,8 @@ def check_problems(problems: Sequence[Problem]) -> None:
         slots = problem.max_tokens * problem.top_k
         most = 1 << layout.slot_bits(problem.num_ranks)
         check(
-            slots <= most,
-            f"max_tokens * top_k: expected at most {most} for {problem.num_ranks} ranks, got "
+            slots < most,
+            f"max_tokens * top_k: expected at most {most - 1} for {problem.num_ranks} ranks, got "
             f"{slots}; split the batch",
         )
 
@@ -77,6 +77,7 @@ def meet(
     arch  of the kernels that this rank will run; None: it has none
     """
     facts = layer_facts(problems) | {"transport": "symm", "operands": list(operands)}
+    facts["device"] = device.type
     here = {"host": socket.gethostname(), "gpu": _gpu(device), "trouble": _trouble(device, arch)}
     told = [theirs["_here"] for theirs in peers.compare(facts | {"_here": here})]
     _raise("symmetric memory", [theirs["trouble"] for theirs in told])
@@ -110,9 +111,9 @@ class Symmetric:
                 path = _shared_file(nbytes)
         except (OSError, RuntimeError) as error:  # out of memory among them
             failure = " ".join(str(error).split())[:200]
-        # Who has none must say so before the others wait for it in the rendezvous.
-        told = peers.compare({"_failure": failure, "_path": str(path)})
         try:
+            # Who has none must say so before the others wait for it in the rendezvous.
+            told = peers.compare({"_failure": failure, "_path": str(path)})
             _raise(f"{nbytes} bytes of symmetric memory", [theirs["_failure"] for theirs in told])
             if device.type == "cuda":
                 addresses = self._rendezvous(peers)
@@ -141,8 +142,8 @@ class Symmetric:
             there.copy_(torch.tensor(values, dtype=torch.int64))
 
     def agree_again(self, control: torch.Tensor, peers: Peers) -> None:
-        """After a round that ranks may have left at different places: no failure, one epoch, which
-        no rank has come to. Every rank calls it, with its device idle.
+        """After a round that ranks may have left at different places: no failure, one epoch, so
+        that the next is new to all. Every rank calls it, with its device idle.
         """
         epoch = control[layout.CONTROL_EPOCH : layout.CONTROL_EPOCH + 1].to(peers.device)
         # Who is late may come yet, within the group's own timeout.

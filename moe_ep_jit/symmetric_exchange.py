@@ -104,8 +104,11 @@ class SymmetricExchange(Exchange):
         self, route: Route, y: torch.Tensor, topk_weights: torch.Tensor | None, out: torch.Tensor
     ) -> None:
         if self._current is not route:
-            # Another round was there since: its rows' places have to be found again.
-            self._send(route, torch.zeros(route.live, self._row_bytes, dtype=torch.uint8).to(y))
+            # Another round was there since: its rows' places have to be found again. y may be the
+            # rows that dispatch returned, over which zeros come.
+            y = y.clone()
+            size = (route.live, self._row_bytes)
+            self._send(route, torch.zeros(size, dtype=torch.uint8, device=self.device))
         self._current = None
         if topk_weights is None:
             topk_weights = torch.ones(route.live, self.layer.top_k, device=self.device)
@@ -127,7 +130,11 @@ class SymmetricExchange(Exchange):
         self.ws.close()
 
     def _send(self, route: Route, rows: torch.Tensor) -> None:
-        """Begin a round: rows uint8 [live, row bytes] to their experts, all of them there."""
+        """Begin a round: rows uint8 [live, row bytes] to their experts, all of them there. One that
+        waits for its combine is dropped: its rows have come, so nobody waits for anything of it.
+        """
+        if self._current is not None:
+            self.ws.clear_tickets()
         self._current = route
         self._run(
             route,

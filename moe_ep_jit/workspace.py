@@ -434,7 +434,7 @@ class Workspace:
         if self.local is not None:
             self.local.reset()
         if self.arch is not None:
-            self._clear_tickets()
+            self.clear_tickets()
 
     def close(self) -> None:
         """Wait for the device and give the memory back; further calls raise. Twice is fine.
@@ -489,7 +489,7 @@ class Workspace:
         if self._closed:
             raise RuntimeError("workspace: it is closed; build a new Workspace for further calls")
 
-    def _clear_tickets(self) -> None:
+    def clear_tickets(self) -> None:
         control = self.control()
         for word in (
             layout.CONTROL_ROUTE_TICKET,
@@ -502,7 +502,7 @@ class Workspace:
         """All ranks, once their devices are idle, go on from one epoch and without a failure."""
         if self.on_gpu:
             torch.cuda.synchronize(self.device)
-        self._clear_tickets()
+        self.clear_tickets()
         self.symmetric.agree_again(self._control(), self.peers)
         if self.on_gpu:
             torch.cuda.current_stream(self.device).synchronize()
@@ -521,7 +521,7 @@ class Workspace:
             if self.on_gpu:
                 torch.cuda.synchronize(self.device)
             if self.arch is not None:
-                self._clear_tickets()
+                self.clear_tickets()
             if self.on_gpu:
                 torch.cuda.current_stream(self.device).synchronize()
             self._record.zero_()

@@ -12,6 +12,7 @@ from rank_cases import (
     HIDDEN,
     HOWS,
     TOP_K,
+    caught,
     draw_round,
     make_problem,
     make_weights,
@@ -138,6 +139,16 @@ def emulated(env, name, fmt, tile_n, seeds):
         moe.warmup(ws, shard, configs=[config])
     full_ws = moe.Workspace(full.problem, operand=full.operand, **emulator)
     wrong = []
+    if rank == 0:  # alone, and before the other rank counts on it
+        refused = caught(
+            moe.moe_forward,
+            *draw_round(problem, 0, "skips", sizes=[4, 4])[0],
+            shard,
+            ws,
+            config="n8",
+        )
+        if refused is None or refused[0] != "TypeError" or shard.topology.load.any():
+            wrong.append(refused)
     for seed in seeds:
         inputs = draw_round(problem, seed, HOWS[seed % len(HOWS)], sizes=[seed % 9, 8 - seed % 5])
         for _, ids, topk_weights in inputs:

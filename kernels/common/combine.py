@@ -81,7 +81,9 @@ class Combine:
         cute.arch.griddepcontrol_launch_dependents()
         failed = None
         if const_expr(self.ranks is not None):
-            failed = self.meet(route.control, thread, block)
+            lost = smem.allocate_tensor(Int32, cute.make_layout(1), 16)
+            self.meet(route.control, lost, thread, block)
+            failed = lost[0] != 0
         num_items = Int64(live_tokens(route)) * self.parts
         item, turn = Int64(block), Int32(0)
         while item < num_items:
@@ -103,8 +105,10 @@ class Combine:
         self.leave(route, thread, grid)
 
     @cute.jit
-    def meet(self, control, thread, block):
-        """Tell each rank that its rows are there, wait for one's own; whether the round failed."""
+    def meet(self, control, lost, thread, block):
+        """Tell each rank that its rows are there, wait for one's own; ``lost``, shared: whether the
+        round has failed, by one reading, since another CTA's wait may end it at any moment.
+        """
         ranks = self.ranks
         epoch = exchange.word(control, layout.CONTROL_EPOCH)
         if thread < ranks.num_ranks:
@@ -119,7 +123,9 @@ class Combine:
                 # acquire: the store above, by this thread's peer
                 exchange.wait(ranks, control, "combine", "done_flags", thread, thread, epoch)
         cute.arch.sync_threads()
-        return exchange.has_failed(control)
+        if thread == 0:
+            lost[0] = Int32(exchange.has_failed(control))
+        cute.arch.sync_threads()
 
     @cute.jit
     def weight(self, args, token, k):
