@@ -51,8 +51,15 @@ def test_every_rung_is_within_the_bounds(name, config):
         assert_end_is_exact(y, end)
 
 
-@pytest.mark.parametrize("tile_n", [128, 160, 192])
-@pytest.mark.parametrize("name", MAIN)
+@pytest.mark.parametrize(
+    ("name", "tile_n"),
+    [
+        pytest.param(name, tile_n, marks=() if (name, tile_n) in few else pytest.mark.full)
+        for few in [{("mxfp8", 160), ("nvfp4", 192)}]
+        for name in MAIN
+        for tile_n in (128, 160, 192)
+    ],
+)
 def test_tiles_at_the_edges_of_every_width(name, tile_n):
     """Wide rungs multiply in the least width that holds a tile's rows: experts with as many rows
     as each width, and one more.
