@@ -18,6 +18,7 @@ import torch
 from moe_ep_jit import jit, layout, tuned, variants
 from moe_ep_jit.formats import BlockScaled
 from moe_ep_jit.problem import Problem, check
+from moe_ep_jit.transport import Peers
 from moe_ep_jit.weights import PreparedWeights, check_prepared
 from moe_ep_jit.workspace import Workspace, check_workspace
 
@@ -250,21 +251,10 @@ def _warmup_peers(
     all.
     """
     configs = None if configs is None else tuple(configs)
-    failure = None
-    try:
-        _warmup_kernels(ws, weights, x_kinds, configs)
-    except (RuntimeError, TypeError, ValueError) as error:
-        failure = error
-    said = {"_failure": "" if failure is None else str(failure)}
+    said = {"configs": str(configs)}
     if weights is not None:
         said |= {"weights' operand": weights.operand, "format": weights.problem.format}
-    said["configs"] = str(configs)
-    told = ws.peers.compare(said, "warm-up", timeout=0)
-    if failure is not None:
-        raise failure
-    others = [f"rank {r}: {t['_failure']}" for r, t in enumerate(told) if t["_failure"]]
-    if others:
-        raise RuntimeError(f"warm-up failed on {'; '.join(others)}")
+    load_together(ws.peers, lambda: _warmup_kernels(ws, weights, x_kinds, configs), said)
     if weights is None:
         ws.is_warm = True
     else:
@@ -281,9 +271,33 @@ def _warmup_ranks(
     else:
         problems = [variants.choose_variant(p, ws.local.arch).problem for p in ws.problems]
         kinds, local = {p.payload for p in problems}, None
-    warmup(ws.local, local, x_kinds=sorted(kinds), configs=configs)
-    peers = ws.exchange.peers
-    peers.swap(torch.zeros(1, dtype=torch.int32, device=ws.device), "warm-up", timeout=0)
+    load_together(
+        ws.exchange.peers, lambda: warmup(ws.local, local, x_kinds=sorted(kinds), configs=configs)
+    )
+
+
+def load_together(
+    peers: Peers, load: Callable[[], Any], facts: dict[str, Any] | None = None
+) -> Any:
+    """``load()``, and then wait for the other ranks, however long one compiles (up to the group's
+    own timeout). What one rank cannot load, and ``facts`` that differ, are an error on all.
+    """
+    failure, loaded = None, None
+    try:
+        loaded = load()
+    except Exception as error:  # whatever it is, the others wait for this rank's word
+        failure = error
+    said = "" if failure is None else f"{type(failure).__name__}: {failure}"
+    told = peers.compare((facts or {}) | {"_failure": said}, "warm-up", timeout=0)
+    if failure is not None:
+        raise failure
+    others = [f"rank {r}: {t['_failure']}" for r, t in enumerate(told) if t["_failure"]]
+    if others:
+        raise RuntimeError(
+            f"warm-up: expected every rank to load its kernels, got {'; '.join(others)}; mend it "
+            "there and call again on every rank"
+        )
+    return loaded
 
 
 def accepts(act: str, x_kind: str) -> bool:

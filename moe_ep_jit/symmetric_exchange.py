@@ -11,7 +11,7 @@ import torch
 
 from moe_ep_jit import formats, jit, layout
 from moe_ep_jit.formats import BlockScaled
-from moe_ep_jit.launch import SLOT, Launch, bound_args
+from moe_ep_jit.launch import SLOT, Launch, bound_args, load_together
 from moe_ep_jit.problem import Problem
 from moe_ep_jit.topology import Topology
 from moe_ep_jit.transport import Exchange, Route, bytes_of, message_words, operand_from
@@ -48,11 +48,10 @@ class SymmetricExchange(Exchange):
         # by its handles, not by what the kernels send.
         topology = Topology(problem.num_experts, device)
         self._no_weights = SimpleNamespace(operand="bf16", tensors={}, topology=topology)
-        self._launch = self._load()
+        self._launch = load_together(self.peers, self._load, {"payload": problem.payload})
         self._memory = self.ws._regions
         #: Of the round that waits for its combine.
         self._current: Route | None = None
-        self.peers.compare({"payload": problem.payload}, "warm-up", timeout=0)
 
     def _load(self) -> Any:
         """The compiled kernels with their arguments in place."""

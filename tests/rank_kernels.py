@@ -20,7 +20,7 @@ from rank_cases import (
 )
 
 import moe_ep_jit as moe
-from moe_ep_jit import jit, layout, variants, workspace
+from moe_ep_jit import jit, launch, layout, variants, workspace
 from moe_ep_jit.tools import timemodel
 
 
@@ -163,6 +163,22 @@ def emulated(env, name, fmt, tile_n, seeds):
             wrong.append(seed)
     ws.close()
     return wrong
+
+
+def failed_warmup(env, name):
+    """What each rank is told when the last one cannot load its kernels, and then can."""
+    rank = env.rank_in(name)
+    if rank < 0:
+        return None
+    problem = make_problem(2, num_experts=4, top_k=2, max_tokens=8)
+    shard, _ = make_weights(problem, rank)
+    ws = moe.Workspace(shard.problem, env.groups[name])
+    broken = mock.Mock(side_effect=OSError("no space left"))
+    with mock.patch.object(launch, "warmup", broken if rank == 1 else lambda *args, **kw: None):
+        told = caught(launch._warmup_ranks, ws, shard, None)
+    again = caught(moe.warmup, ws, shard)
+    ws.close()
+    return told, again
 
 
 def traffic(env, combine_wire):

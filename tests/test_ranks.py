@@ -167,6 +167,14 @@ def test_emulated_kernels_agree_sharded_and_unsharded(ranks, fmt, tile_n):
     assert found == [[], [], None, None]
 
 
+def test_a_rank_that_cannot_load_its_kernels_tells_the_others(ranks):
+    (first, again), (own, own_again), *_ = ranks.run(kernels.failed_warmup, "pair")
+    assert own == ("OSError", "no space left")
+    assert first[0] == "RuntimeError"
+    assert "rank 1: OSError: no space left; mend it there and call again" in first[1]
+    assert (again, own_again) == (None, None)
+
+
 @pytest.mark.parametrize("combine_wire", ["bf16", "mxfp8"])
 def test_bytes_on_the_wire_are_those_of_the_routed_rows(ranks, combine_wire):
     for sent, want, model in ranks.run(kernels.traffic, combine_wire):
