@@ -11,7 +11,10 @@ _TWO_STREAMS = (
     "(two-batch overlap takes two), or order the streams with events."
 )
 _ALONE = "The workspace is usable again"
-_TOGETHER = "ws.reset() on every rank makes the workspace usable again"
+_TOGETHER = (
+    "ws.reset() on every rank makes the workspace usable again (a fleet: close it and create it "
+    "again on every rank)"
+)
 
 
 def explain(record: list[int], peers: Peers | None, timeout: float) -> str:
